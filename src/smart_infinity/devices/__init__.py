@@ -1,0 +1,52 @@
+"""Devices by kind. A specification that is a path is a `LocalDevice`. No torch in here."""
+
+from __future__ import annotations
+
+import os
+
+from smart_infinity.devices.base import Device
+from smart_infinity.devices.local import LocalDevice
+from smart_infinity.errors import DeviceSpecError
+from smart_infinity.layout import Layout
+
+MAX_DEVICES = 16
+
+
+def check_specs(devices: object) -> list[str]:
+    """The directories that ``devices`` names; raises `DeviceSpecError` where it does not."""
+    if isinstance(devices, str | os.PathLike):
+        raise DeviceSpecError(
+            f"devices is the single path {os.fspath(devices)!r}. Expected a list of directories; "
+            f"write [{os.fspath(devices)!r}]"
+        )
+    try:
+        paths = [os.fspath(spec) for spec in devices]  # type: ignore[attr-defined]
+    except TypeError as error:
+        raise DeviceSpecError(
+            f"devices is {devices!r}. Expected a list of 1 to {MAX_DEVICES} directories"
+        ) from error
+    if not 1 <= len(paths) <= MAX_DEVICES:
+        raise DeviceSpecError(
+            f"devices names {len(paths)} directories. Expected 1 to {MAX_DEVICES}: one per drive"
+        )
+    seen: dict[str, str] = {}
+    for path in paths:
+        if not isinstance(path, str):
+            raise DeviceSpecError(f"device {path!r} is bytes. Expected a string or a Path")
+        real = os.path.realpath(path)
+        if real in seen:
+            raise DeviceSpecError(
+                f"devices names the same directory twice: {seen[real]} and {path}. Expected one "
+                "directory for each device"
+            )
+        seen[real] = path
+    return paths
+
+
+def open_device(spec: str, layout: Layout, index: int) -> Device:
+    """Open device ``index`` of the layout.
+
+    The number of transfer buffers falls as devices are added: their threads share the cores.
+    """
+    workers = max(1, 4 // len(layout.devices))
+    return LocalDevice(spec, layout, index, min(workers, 3))

@@ -1,0 +1,156 @@
+"""The contract of a computational storage device (SNIA: CSx), as the host sees it.
+
+A device owns storage, a bounded device memory (SNIA: FDM) with the landing zone for gradients,
+and a compute engine (SNIA: CSE). SNIA's words in brackets below say which call of its
+Computational Storage API a method corresponds to. A device never reaches into the host: whatever
+it sends or asks for goes through the `HostPort` it is handed, and that is the host's link.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from smart_infinity.layout import Piece, Record
+from smart_infinity.storage.handler import Timings
+from smart_infinity.storage.ledger import LedgerRecord
+from smart_infinity.storage.slots import Superblock
+
+Words = npt.NDArray[Any]  # uint16 for bf16 and fp16 words, float32 for fp32
+Pending = tuple[float, float, float]  # factor, low, high: clamp(gradient * factor, low, high)
+NO_PENDING: Pending = (1.0, -np.inf, np.inf)
+
+
+class HostPort(Protocol):
+    """The host's end of the link, as given to a device for the length of one call."""
+
+    def fetch_weights(self, record: Record, index: int, piece: Piece) -> Words:
+        """The host's present words of piece ``index`` of a record, to the device."""
+        ...
+
+    def deliver_weights(self, record: Record, index: int, piece: Piece, words: Words) -> None:
+        """Updated words of piece ``index`` of a record, to the host."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What the host tells every device about one step.
+
+    Attributes:
+        table: float32, one row per parameter; see ``kernels.frame``.
+        edited: for this device, the numbers (in device order) of the pieces that the user edited.
+    """
+
+    table: npt.NDArray[np.float32]
+    edited: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """What a device makes durable with a step; see ``storage.ledger``."""
+
+    step: int
+    attempt: bytes
+    counts: npt.NDArray[np.int64]
+    blob: bytes
+
+
+class Device(ABC):
+    """One device of a set. Methods raise `DeviceIOError`, `CorruptStateError` or a user's error."""
+
+    path: str
+
+    @abstractmethod
+    def identify(self) -> Superblock | None:
+        """What the device says it holds (csQueryDeviceProperties)."""
+
+    @abstractmethod
+    def recorded_steps(self) -> list[LedgerRecord]:
+        """All whole ledger records of the state found, newest first."""
+
+    @abstractmethod
+    def create(self, superblock: Superblock) -> None:
+        """Discard what is there, reserve storage, and remember to be that device of the set."""
+
+    @abstractmethod
+    def attach(self, device_memory: int | None) -> None:
+        """Reserve device memory within a budget in bytes (csAllocMem)."""
+
+    @abstractmethod
+    def initialize(
+        self,
+        host: HostPort,
+        formats: Sequence[int],
+        moments: Sequence[Sequence[float]],
+        commit: Commit,
+    ) -> None:
+        """Write the first state from the host's weights, and commit it.
+
+        Args:
+            formats: the number format of each parameter's words as they are now.
+            moments: by parameter, the initial value of each state tensor.
+        """
+
+    @abstractmethod
+    def restore(self, record: LedgerRecord, host: HostPort) -> bytes:
+        """Make ``record`` the only step, verify all of it, send the weights; returns the blob."""
+
+    @abstractmethod
+    def land_gradient(self, run: int, form: int, words: Words) -> int:
+        """Store a run of a gradient in the landing zone; returns its largest magnitude bits."""
+
+    @abstractmethod
+    def accumulate_gradient(self, run: int, form: int, words: Words, pending: Pending) -> int:
+        """Add to a landed run in fp32; returns the largest magnitude bits of the sum."""
+
+    @abstractmethod
+    def clear_gradient(self, run: int) -> None:
+        """Make a landed run zero."""
+
+    @abstractmethod
+    def gradient_squares(self, run: int) -> npt.NDArray[np.float64]:
+        """Sums of squares by block, as taken on landing."""
+
+    @abstractmethod
+    def gradient_norms(self, run: int, power: float, pending: Pending) -> npt.NDArray[np.float64]:
+        """Norm partials by block, by a pass over the landing zone."""
+
+    @abstractmethod
+    def read_gradient(self, run: int, pending: Pending) -> npt.NDArray[np.float32]:
+        """A landed run in fp32."""
+
+    @abstractmethod
+    def update(self, plan: StepPlan, host: HostPort) -> None:
+        """SmartUpdate: run the optimizer over all records (csQueueComputeRequest)."""
+
+    @abstractmethod
+    def commit(self, commit: Commit) -> None:
+        """Make the step complete on this device."""
+
+    @abstractmethod
+    def read_state(self, run: int) -> list[npt.NDArray[np.float32]]:
+        """Master and moments of a run, as committed last."""
+
+    @property
+    @abstractmethod
+    def last_timings(self) -> Timings:
+        """Of the last update."""
+
+    @property
+    @abstractmethod
+    def bytes_reserved(self) -> int:
+        """Bytes of storage that the device's files take."""
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """Undo `create`: remove everything reserved."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free memory, files and lock; a second call does nothing."""

@@ -1,0 +1,469 @@
+"""A directory of this machine as a device: storage behind a transfer handler, Numba kernels."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from smart_infinity.devices.base import (
+    Commit,
+    Device,
+    HostPort,
+    Pending,
+    StepPlan,
+    Words,
+)
+from smart_infinity.devices.memory import LandingZone, landing_zone_nbytes
+from smart_infinity.errors import (
+    CorruptStateError,
+    DeviceFullError,
+    DeviceIOError,
+    DeviceMemoryError,
+    DeviceSpecError,
+)
+from smart_infinity.kernels import OPTIMIZERS, encode_record, load_masters, merge_edits
+from smart_infinity.kernels.formats import F32, FORMAT_OF_DTYPE
+from smart_infinity.kernels.frame import PIECE_COLUMNS, T_ACTIVE
+from smart_infinity.layout import DevicePlan, Layout, Record
+from smart_infinity.storage import slots
+from smart_infinity.storage.blockfile import BlockFile, direct_io_refusal
+from smart_infinity.storage.handler import (
+    Buffer,
+    Check,
+    Compute,
+    Timings,
+    TransferHandler,
+    buffer_nbytes,
+)
+from smart_infinity.storage.ledger import Ledger, LedgerRecord
+from smart_infinity.storage.slots import Superblock
+
+logger = logging.getLogger("smart_infinity")
+
+_NO_HALVES = np.zeros(0, np.uint16)
+_NO_FLOATS = np.zeros(0, np.float32)
+
+
+class LocalDevice(Device):
+    """One device of a set, in a directory. Opening it takes the directory's lock.
+
+    Args:
+        directory: an existing, writable directory.
+        layout: the plan of the whole set.
+        index: which device of the plan this is.
+        num_workers: buffers of the transfer handler that are wanted; a budget may allow fewer.
+    """
+
+    def __init__(self, directory: str, layout: Layout, index: int, num_workers: int) -> None:
+        self.path = directory
+        self._layout, self._plan = layout, layout.devices[index]
+        self._num_workers = num_workers
+        self._kernel = OPTIMIZERS[layout.optimizer].update
+        self._pieces = _piece_tables(layout, self._plan)
+        self._first_piece = np.cumsum([0] + [len(r.pieces) for r in self._plan.records])
+        self._record_of_run = _records_of_runs(self._plan)
+        self._timings = Timings()
+        self._written: dict[int, tuple[int, int]] = {}
+        self._longest = max((record.length for record in self._plan.records), default=0)
+        self._files: list[BlockFile] = []
+        self._blob_files: list[BlockFile] = []
+        self._ledger: Ledger | None = None
+        self._handler: TransferHandler | None = None
+        self._created = False
+        _require_directory(directory)
+        self._lock = slots.DeviceLock(directory)
+        try:
+            refusal = direct_io_refusal(directory)
+        except OSError as error:
+            self._lock.release()
+            raise DeviceSpecError(
+                f"device {directory}: cannot write to it: {error.strerror}. Expected a directory "
+                "on a file system with free space that this process may write to"
+            ) from error
+        if refusal is not None:
+            logger.warning(
+                "device %s: O_DIRECT is refused (%s); using buffered I/O instead",
+                directory,
+                refusal,
+            )
+        self._direct = refusal is None
+
+    # --- identity and reservation ---------------------------------------------------------
+
+    def identify(self) -> Superblock | None:
+        """See `Device.identify`."""
+        return slots.read_superblock(self.path)
+
+    def recorded_steps(self) -> list[LedgerRecord]:
+        """See `Device.recorded_steps`."""
+        if not os.path.exists(os.path.join(self.path, slots.LEDGER)):
+            return []
+        ledger = self._open_ledger()
+        try:
+            return ledger.read()
+        finally:
+            ledger.close()
+
+    def create(self, superblock: Superblock) -> None:
+        """See `Device.create`. A full disk raises `DeviceFullError` and leaves nothing behind."""
+        slots.discard(self.path)
+        self._created = True
+        needed = self.bytes_reserved
+        free = os.statvfs(self.path)
+        available = free.f_bavail * free.f_frsize
+        try:
+            if available < needed:
+                raise self._full(needed, available)
+            self._open_files()
+            assert self._ledger is not None
+            for file in self._files:
+                file.reserve(self._layout.state_nbytes(self._plan.index))
+            self._ledger.reserve(len(self._plan.records), len(self._layout.parameters))
+        except DeviceIOError as error:
+            self.abandon()
+            if error.operation == "reserve":
+                raise self._full(needed, available) from error
+            raise
+        except DeviceFullError:
+            self.abandon()
+            raise
+        slots.write_superblock(self.path, superblock, self._layout.to_json())
+
+    def _full(self, needed: int, available: int) -> DeviceFullError:
+        return DeviceFullError(
+            f"device {self.path}: the state needs {needed} bytes here and the file system has "
+            f"{available} free. Free some space, or add a device; nothing was left reserved"
+        )
+
+    def attach(self, device_memory: int | None) -> None:
+        """See `Device.attach`."""
+        zone = landing_zone_nbytes(self._plan)
+        each = buffer_nbytes(self._layout, self._longest)
+        if device_memory is not None:
+            if device_memory < zone + each:
+                raise DeviceMemoryError(
+                    f"device {self.path}: device_memory is {device_memory} bytes, but the landing "
+                    f"zone for gradients needs {zone} and one transfer buffer {each}. Expected at "
+                    f"least {zone + each} bytes; raise device_memory or add devices"
+                )
+            self._num_workers = min(self._num_workers, (device_memory - zone) // each)
+        self._zone = LandingZone(self._plan)
+
+    @property
+    def bytes_reserved(self) -> int:
+        """See `Device.bytes_reserved`."""
+        return 2 * self._layout.state_nbytes(self._plan.index)
+
+    def abandon(self) -> None:
+        """See `Device.abandon`."""
+        if self._created:
+            self._close_files()
+            slots.discard(self.path)
+            self._created = False
+
+    # --- beginning and resuming ------------------------------------------------------------
+
+    def initialize(
+        self,
+        host: HostPort,
+        formats: Sequence[int],
+        moments: Sequence[Sequence[float]],
+        commit: Commit,
+    ) -> None:
+        """See `Device.initialize`."""
+
+        def compute(record: Record, state: npt.NDArray[np.float32], buffer: Buffer) -> bool:
+            tensors = state.reshape(self._layout.num_state_tensors, record.length)
+            for index, piece in enumerate(record.pieces):
+                words = host.fetch_weights(record, index, piece)
+                place = slice(piece.record_offset, piece.record_offset + piece.length)
+                form = formats[piece.parameter]
+                source = (_NO_HALVES, words) if form == F32 else (words, _NO_FLOATS)
+                load_masters(form, tensors[0, place], *source)
+                tensors[1:, place] = np.array(moments[piece.parameter], np.float32)[:, None]
+            return True
+
+        self._places = np.zeros(len(self._plan.records), np.uint8)
+        self._checksums = np.zeros(len(self._plan.records), np.uint64)
+        self._blob_place = 1
+        self._written = {}
+        self._run(self._plan.records, compute, None)
+        self.commit(commit)
+        self._created = False  # from here on the files are a state, and survive a failure
+
+    def restore(self, record: LedgerRecord, host: HostPort) -> bytes:
+        """See `Device.restore`."""
+        self._open_files()
+        assert self._ledger is not None
+        self._ledger.settle(record)
+        self._places, self._checksums = record.places, record.checksums
+        self._blob_place = record.blob_place
+        self._written = {}
+
+        def check(state_record: Record, checksum: int) -> None:
+            if checksum != int(record.checksums[state_record.index]):
+                place = int(record.places[state_record.index])
+                raise CorruptStateError(
+                    f"device {self.path}: state record {state_record.index} in "
+                    f"{slots.STATE[place]} differs from what step {record.step} committed. "
+                    "Expected the bytes that were written; restore the directory from a copy, or "
+                    "begin anew with resume=False"
+                )
+
+        def compute(own: Record, state: npt.NDArray[np.float32], buffer: Buffer) -> bool:
+            encode_record(state, self._pieces[own.index], buffer.words16, buffer.words32)
+            self._deliver(own, buffer, host, None)
+            return False
+
+        self._run(self._plan.records, compute, self._places, check)
+        blob = np.zeros(record.blob_nbytes, np.uint8)
+        self._blob_files[record.blob_place].read_into(blob, 0)
+        if xxhash.xxh3_64_intdigest(blob) != record.blob_checksum:
+            raise CorruptStateError(
+                f"device {self.path}: {slots.BLOB[record.blob_place]} differs from what step "
+                f"{record.step} committed. Restore the directory from a copy, or begin anew with "
+                "resume=False"
+            )
+        return blob.tobytes()
+
+    # --- gradients ---------------------------------------------------------------------------
+
+    def land_gradient(self, run: int, form: int, words: Words) -> int:
+        """See `Device.land_gradient`."""
+        return self._zone.land(run, form, words)
+
+    def accumulate_gradient(self, run: int, form: int, words: Words, pending: Pending) -> int:
+        """See `Device.accumulate_gradient`."""
+        return self._zone.accumulate(run, form, words, pending)
+
+    def clear_gradient(self, run: int) -> None:
+        """See `Device.clear_gradient`."""
+        self._zone.clear(run)
+
+    def gradient_squares(self, run: int) -> npt.NDArray[np.float64]:
+        """See `Device.gradient_squares`."""
+        return self._zone.squares(run)
+
+    def gradient_norms(self, run: int, power: float, pending: Pending) -> npt.NDArray[np.float64]:
+        """See `Device.gradient_norms`."""
+        return self._zone.norms(run, power, pending)
+
+    def read_gradient(self, run: int, pending: Pending) -> npt.NDArray[np.float32]:
+        """See `Device.read_gradient`."""
+        return self._zone.read(run, pending)
+
+    # --- the step ----------------------------------------------------------------------------
+
+    def update(self, plan: StepPlan, host: HostPort) -> None:
+        """See `Device.update`: every record that a gradient or an edit touches, forward order."""
+        active = plan.table[:, T_ACTIVE] != 0
+        edited = self._edits_by_record(plan)
+        records = [
+            record
+            for record in self._plan.records
+            if record.index in edited or any(active[p.parameter] for p in record.pieces)
+        ]
+
+        def compute(record: Record, state: npt.NDArray[np.float32], buffer: Buffer) -> bool:
+            for index in edited.get(record.index, ()):
+                self._merge(record, index, state, host)
+            self._kernel(
+                state,
+                record.length,
+                self._zone.grads16,
+                self._zone.grads32,
+                self._zone.formats,
+                self._pieces[record.index],
+                plan.table,
+                buffer.words16,
+                buffer.words32,
+            )
+            self._deliver(record, buffer, host, active)
+            return True
+
+        self._written = {}
+        self._timings = self._run(records, compute, self._places)
+
+    def commit(self, commit: Commit) -> None:
+        """See `Device.commit`: data, sync, ledger, sync."""
+        for place in {place for place, _ in self._written.values()}:
+            self._files[place].sync()
+        blob = np.frombuffer(commit.blob, np.uint8)
+        blob_place = 1 - self._blob_place
+        self._blob_files[blob_place].write_from(blob, 0)
+        self._blob_files[blob_place].sync()
+        places, checksums = self._places.copy(), self._checksums.copy()
+        for index, (place, checksum) in self._written.items():
+            places[index], checksums[index] = place, checksum
+        assert self._ledger is not None, "create() or restore() comes first"
+        self._ledger.write(
+            LedgerRecord(
+                commit.step,
+                commit.attempt,
+                places,
+                checksums,
+                commit.counts,
+                blob_place,
+                blob.size,
+                xxhash.xxh3_64_intdigest(blob),
+            )
+        )
+        self._places, self._checksums, self._blob_place = places, checksums, blob_place
+        self._written = {}
+
+    def read_state(self, run: int) -> list[npt.NDArray[np.float32]]:
+        """See `Device.read_state`."""
+        own = self._plan.runs[run]
+        out = np.empty((self._layout.num_state_tensors, own.length), np.float32)
+
+        def compute(record: Record, state: npt.NDArray[np.float32], buffer: Buffer) -> bool:
+            tensors = state.reshape(self._layout.num_state_tensors, record.length)
+            for piece in record.pieces:
+                if piece.run == run:
+                    begin = piece.start - own.start
+                    place = slice(piece.record_offset, piece.record_offset + piece.length)
+                    out[:, begin : begin + piece.length] = tensors[:, place]
+            return False
+
+        records = [self._plan.records[index] for index in self._record_of_run[run]]
+        self._run(records, compute, self._places)
+        return list(out)
+
+    @property
+    def last_timings(self) -> Timings:
+        """See `Device.last_timings`."""
+        return self._timings
+
+    def close(self) -> None:
+        """See `Device.close`."""
+        self._close_files()
+        self._lock.release()
+
+    # --- helpers -----------------------------------------------------------------------------
+
+    def _run(
+        self,
+        records: Sequence[Record],
+        compute: Compute,
+        places: npt.NDArray[np.uint8] | None,
+        check: Check | None = None,
+    ) -> Timings:
+        assert self._handler is not None, "create() or restore() comes first"
+        return self._handler.run(records, compute, places, self._written, check)
+
+    def _edits_by_record(self, plan: StepPlan) -> dict[int, list[int]]:
+        edited: dict[int, list[int]] = {}
+        for number in sorted(plan.edited):
+            record = int(np.searchsorted(self._first_piece, number, side="right")) - 1
+            edited.setdefault(record, []).append(number - int(self._first_piece[record]))
+        return edited
+
+    def _merge(
+        self, record: Record, index: int, state: npt.NDArray[np.float32], host: HostPort
+    ) -> None:
+        piece = record.pieces[index]
+        words = host.fetch_weights(record, index, piece)
+        form = FORMAT_OF_DTYPE[self._layout.parameters[piece.parameter].dtype]
+        source = (_NO_HALVES, words) if form == F32 else (words, _NO_FLOATS)
+        masters = state[piece.record_offset : piece.record_offset + piece.length]
+        merge_edits(form, masters, *source)
+
+    def _deliver(
+        self,
+        record: Record,
+        buffer: Buffer,
+        host: HostPort,
+        active: npt.NDArray[np.bool_] | None,
+    ) -> None:
+        for index, piece in enumerate(record.pieces):
+            if active is not None and not active[piece.parameter]:
+                continue
+            if self._layout.parameters[piece.parameter].dtype == "float32":
+                begin = piece.record_offset
+                words: Words = buffer.words32[begin : begin + piece.length]
+            else:
+                begin = 2 * piece.record_offset
+                words = buffer.words16[begin : begin + piece.length]
+            host.deliver_weights(record, index, piece, words)
+
+    def _open_files(self) -> None:
+        try:
+            for name in slots.STATE:
+                self._files.append(self._open(name, direct=self._direct))
+            self._ledger = self._open_ledger()
+            for name in slots.BLOB:
+                self._blob_files.append(self._open(name, direct=False))
+        except DeviceIOError:
+            self._close_files()
+            raise
+        self._handler = TransferHandler(
+            self._layout,
+            (self._files[0], self._files[1]),
+            self._num_workers,
+            self._longest,
+            self.path,
+        )
+
+    def _open_ledger(self) -> Ledger:
+        return Ledger(self._open(slots.LEDGER, direct=False))
+
+    def _open(self, name: str, *, direct: bool) -> BlockFile:
+        return BlockFile(self.path, os.path.join(self.path, name), direct=direct)
+
+    def _close_files(self) -> None:
+        if self._handler is not None:
+            self._handler.close()
+            self._handler = None
+        for file in (*self._files, *self._blob_files):
+            file.close()
+        if self._ledger is not None:
+            self._ledger.close()
+        self._files, self._blob_files, self._ledger = [], [], None
+
+
+def _require_directory(directory: str) -> None:
+    if not os.path.isdir(directory):
+        seen = "is not a directory" if os.path.exists(directory) else "does not exist"
+        raise DeviceSpecError(
+            f"device {directory} {seen}. Expected an existing directory on the drive to use; "
+            "create it first"
+        )
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise DeviceSpecError(
+            f"device {directory} is not writable for this process. Expected a directory that it "
+            "may write to; change its owner or mode"
+        )
+
+
+def _piece_tables(layout: Layout, plan: DevicePlan) -> list[npt.NDArray[np.int64]]:
+    """By record, the rows that the kernels read; see ``kernels.frame``."""
+    tables = []
+    for record in plan.records:
+        rows = np.empty((len(record.pieces), PIECE_COLUMNS), np.int64)
+        for index, piece in enumerate(record.pieces):
+            run = plan.runs[piece.run]
+            within = piece.start - run.start
+            rows[index] = (
+                piece.parameter,
+                piece.run,
+                piece.length,
+                piece.record_offset,
+                2 * run.device_offset + within,
+                run.device_offset + within,
+                FORMAT_OF_DTYPE[layout.parameters[piece.parameter].dtype],
+            )
+        tables.append(rows)
+    return tables
+
+
+def _records_of_runs(plan: DevicePlan) -> list[list[int]]:
+    found: list[list[int]] = [[] for _ in plan.runs]
+    for record in plan.records:
+        for piece in record.pieces:
+            found[piece.run].append(record.index)
+    return found

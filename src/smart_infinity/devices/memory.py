@@ -1,0 +1,119 @@
+"""The landing zone: the part of device memory where gradients wait for the update."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from smart_infinity.devices.base import NO_PENDING, Pending, Words
+from smart_infinity.kernels import landing
+from smart_infinity.kernels.formats import F32
+from smart_infinity.kernels.frame import decode, scale_and_clamp
+from smart_infinity.layout import DevicePlan, Run
+from smart_infinity.storage.buffers import reserve
+
+_NO_HALVES = np.zeros(0, np.uint16)
+_NO_FLOATS = np.zeros(0, np.float32)
+
+
+def landing_zone_nbytes(plan: DevicePlan) -> int:
+    """Address space of a device's landing zone: 4 bytes per element, plus 12 per block."""
+    return 4 * plan.num_elements + 12 * plan.num_blocks
+
+
+class LandingZone:
+    """Gradients of one device, by run.
+
+    A run owns 4 bytes per element. A 16-bit gradient lies in the first half of its run's place,
+    and is widened to fp32 where it lies when a second backward adds to it. Pages cost memory only
+    once touched, so training without accumulation touches half of the zone.
+    """
+
+    def __init__(self, plan: DevicePlan) -> None:
+        self._runs = plan.runs
+        memory = reserve(4 * plan.num_elements, huge_pages=False)
+        self.grads16: npt.NDArray[np.uint16] = memory.view(np.uint16)
+        self.grads32: npt.NDArray[np.float32] = memory.view(np.float32)
+        self.formats = np.zeros(len(plan.runs), np.int64)
+        self._squares = np.zeros(plan.num_blocks, np.float64)
+        self._peaks = np.zeros(plan.num_blocks, np.uint32)
+
+    def land(self, index: int, form: int, words: Words) -> int:
+        """Store a run; see `Device.land_gradient`."""
+        run = self._runs[index]
+        self.formats[index] = form
+        zone16, zone32 = self._zones(run, form)
+        source16, source32 = _sources(form, words)
+        squares, peaks = self._partials(run)
+        return int(landing.land(form, source16, source32, zone16, zone32, squares, peaks))
+
+    def accumulate(self, index: int, form: int, words: Words, pending: Pending) -> int:
+        """Add to a run; see `Device.accumulate_gradient`."""
+        run = self._runs[index]
+        old_form = int(self.formats[index])
+        zone16 = self._zones(run, old_form)[0]
+        zone32 = self.grads32[run.device_offset : run.device_offset + run.length]
+        source16, source32 = _sources(form, words)
+        squares, peaks = self._partials(run)
+        factor, low, high = map(np.float32, pending)
+        self.formats[index] = F32
+        return int(
+            landing.accumulate(
+                old_form,
+                zone16,
+                zone32,
+                factor,
+                low,
+                high,
+                form,
+                source16,
+                source32,
+                squares,
+                peaks,
+            )
+        )
+
+    def clear(self, index: int) -> None:
+        """Make a run zero, whatever it held."""
+        run = self._runs[index]
+        zone16, zone32 = self._zones(run, int(self.formats[index]))
+        zone16[:] = 0
+        zone32[:] = 0
+        for partials in self._partials(run):
+            partials[:] = 0
+
+    def squares(self, index: int) -> npt.NDArray[np.float64]:
+        """Sums of squares by block, as taken on landing."""
+        return self._partials(self._runs[index])[0]
+
+    def norms(self, index: int, power: float, pending: Pending) -> npt.NDArray[np.float64]:
+        """A pass over a run; see ``landing.block_norms``."""
+        run, form = self._runs[index], int(self.formats[index])
+        zone16, zone32 = self._zones(run, form)
+        out = np.empty(run.num_blocks, np.float64)
+        factor, low, high = map(np.float32, pending)
+        landing.block_norms(form, zone16, zone32, factor, low, high, float(power), out)
+        return out
+
+    def read(self, index: int, pending: Pending) -> npt.NDArray[np.float32]:
+        """A run in fp32, with what is pending applied."""
+        run, form = self._runs[index], int(self.formats[index])
+        out = np.empty(run.length, np.float32)
+        decode(form, *self._zones(run, form), out)
+        if pending != NO_PENDING:
+            scale_and_clamp(out, *map(np.float32, pending))
+        return out
+
+    def _zones(self, run: Run, form: int) -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.float32]]:
+        if form == F32:
+            return _NO_HALVES, self.grads32[run.device_offset : run.device_offset + run.length]
+        begin = 2 * run.device_offset
+        return self.grads16[begin : begin + run.length], _NO_FLOATS
+
+    def _partials(self, run: Run) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.uint32]]:
+        blocks = slice(run.first_block, run.first_block + run.num_blocks)
+        return self._squares[blocks], self._peaks[blocks]
+
+
+def _sources(form: int, words: Words) -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.float32]]:
+    return (_NO_HALVES, words) if form == F32 else (words, _NO_FLOATS)

@@ -1,0 +1,408 @@
+"""The main path: `offload()` wires everything, and `Engine.step` is the whole step.
+
+backward -> gradients -> host link -> devices: landing zone
+                                          |  read state record (current slot)
+                                          |  kernel: unscale, clip, optimizer, cast
+                                          |  write state record (other slot)
+forward  <- weights  <-  host link  <-----+
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import logging
+import os
+import uuid
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from smart_infinity import kernels
+from smart_infinity.devices import check_specs, open_device
+from smart_infinity.devices.base import Commit, Device, StepPlan
+from smart_infinity.errors import (
+    ForkedProcessError,
+    OptimizerClosedError,
+    OptimizerFailedError,
+    UnsupportedError,
+)
+from smart_infinity.gradients import GradientStream
+from smart_infinity.interrupts import deferred_interrupt
+from smart_infinity.kernels.formats import FORMAT_OF_DTYPE
+from smart_infinity.kernels.frame import T_ACTIVE, T_FACTOR, T_OWN, TABLE_COLUMNS
+from smart_infinity.layout import FORMAT_VERSION
+from smart_infinity.link import HostLink
+from smart_infinity.optimizer import OffloadedOptimizer
+from smart_infinity.planning import Plan, parse_bytes, plan
+from smart_infinity.recipe import (
+    check_group,
+    counts_step,
+    initial_moment,
+    restore_scalars,
+    scalars,
+)
+from smart_infinity.recovery import recover
+from smart_infinity.storage.ledger import LedgerRecord
+from smart_infinity.storage.slots import Superblock
+from smart_infinity.weights import DTYPES, HostWeights
+
+logger = logging.getLogger("smart_infinity")
+
+ENDURANCE_BYTES = 600e12  # what a common 1 TB drive is rated for
+Groups = list[dict[str, Any]]
+ModuleT = TypeVar("ModuleT", bound=torch.nn.Module)
+ResultT = TypeVar("ResultT")
+
+_engines: weakref.WeakKeyDictionary[torch.nn.Module, Engine] = weakref.WeakKeyDictionary()
+
+
+def offload(
+    model: ModuleT,
+    torch_optimizer: torch.optim.Optimizer,
+    devices: Sequence[str | os.PathLike[str]],
+    dtype: torch.dtype | None = None,
+    device_memory: int | str | None = None,
+    resume: bool | None = None,
+) -> tuple[ModuleT, OffloadedOptimizer]:
+    """Move an optimizer's state to storage devices, which from then on run the optimizer.
+
+    Args:
+        model: a module on the CPU. It is changed in place and returned.
+        torch_optimizer: a new `torch.optim.AdamW`, `Adam`, `SGD` or `Adagrad` over parameters of
+            the model; class, groups and hyper-parameters are taken from it.
+        devices: 1 to 16 existing directories, one per drive.
+        dtype: cast the parameters (not the buffers) to this after the fp32 masters were taken
+            from the weights as given; None leaves them.
+        device_memory: budget per device for gradients and transfer buffers, in bytes or as in
+            ``"512MiB"``; None takes what is needed.
+        resume: where the directories hold a state: True continues it, False discards it, None
+            raises. Empty or half-made directories start fresh in any case.
+
+    Returns:
+        The model, and the `OffloadedOptimizer` to use in place of ``torch_optimizer``.
+
+    Raises:
+        SmartInfinityError: one of its subclasses, before anything is changed.
+    """
+    paths = check_specs(devices)
+    budget = parse_bytes(device_memory)
+    planned = plan(model, torch_optimizer, len(paths), dtype)
+    _release_previous(model)
+    kernels.prepare(planned.layout.optimizer)
+    opened: list[Device] = []
+    try:
+        for index, path in enumerate(paths):
+            opened.append(open_device(path, planned.layout, index))
+        engine = Engine(model, planned, opened)
+        engine.begin(torch_optimizer.param_groups, dtype, budget, resume)
+    except BaseException:
+        for device in opened:
+            device.abandon()
+            device.close()
+        raise
+    _engines[model] = engine
+    logger.info("%s", engine.summary())
+    return model, OffloadedOptimizer(engine, torch_optimizer)
+
+
+class _State(enum.Enum):
+    OPEN = "open"
+    FAILED = "failed"
+    CLOSED = "closed"
+
+
+class Engine:
+    """One offloaded model: its weights, its gradients, its devices, and the step."""
+
+    def __init__(self, model: torch.nn.Module, planned: Plan, devices: Sequence[Device]) -> None:
+        self.layout, self.devices = planned.layout, devices
+        self._model = weakref.ref(model)
+        self._parameters = planned.parameters
+        self._index_of = {id(p): index for index, p in enumerate(planned.parameters)}
+        self.link = HostLink()
+        self.weights = HostWeights(planned.layout, planned.parameters, planned.owners, self.link)
+        self.steps = self.committed_step = 0
+        self.step_was_skipped = self._warned_of_skip = False
+        self._counts = np.zeros(len(planned.parameters), np.int64)
+        self._kernel = kernels.OPTIMIZERS[planned.layout.optimizer]
+        self._set_uuid, self._attempt = str(uuid.uuid4()), os.urandom(16)
+        self._pool = ThreadPoolExecutor(len(devices), thread_name_prefix="smart-infinity")
+        self._state, self._error = _State.OPEN, ""
+        self._pid = os.getpid()
+        self._alarms: list[Any] = []
+
+    # --- the step --------------------------------------------------------------------------
+
+    def step(self, groups: Groups) -> None:
+        """One optimizer step, from landed gradients to committed state."""
+        self.guard()
+        with deferred_interrupt():
+            active = self.gradients.collect()
+            table, counts = self._hyper_parameters(groups, active)
+            self.step_was_skipped = not self._all_finite(active)
+            if self.step_was_skipped or not active.any():
+                return
+            edits = self.weights.find_edits()
+            commit = self._commit(self.steps + 1, counts, groups)
+            try:
+                self._on_all_devices(
+                    lambda device, index: self._update(
+                        device, StepPlan(table, edits[index]), index, commit
+                    )
+                )
+            except BaseException as error:
+                self._fail(error)
+                raise
+            self.weights.announce(active)
+            self.steps = self.committed_step = commit.step
+            self._counts = counts
+
+    def _update(self, device: Device, step: StepPlan, index: int, commit: Commit) -> None:
+        self.link.carry("control", step.table)
+        device.update(step, self.weights.port(index))
+        self.link.count("control", len(commit.blob))
+        device.commit(commit)
+
+    def _hyper_parameters(
+        self, groups: Groups, active: npt.NDArray[np.bool_]
+    ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
+        """The step's table, a row per parameter, and the parameters' step counts after it."""
+        table = np.zeros((len(self._parameters), TABLE_COLUMNS), np.float32)
+        counts = self._counts.copy()
+        for number, group in enumerate(groups):
+            check_group(number, group)
+            if not self.layout.moments and group.get("momentum"):
+                raise UnsupportedError(
+                    f"momentum in param_groups[{number}] is {group['momentum']} now and was 0 in "
+                    "all groups at offload(), so the devices keep no buffer for it. Set momentum "
+                    "before offload()"
+                )
+            rows: dict[int, list[float]] = {}
+            for parameter in group["params"]:
+                index = self._index_of.get(id(parameter))
+                if index is None:
+                    self._refuse_late_gradient(number, parameter)
+                    continue
+                if not active[index]:
+                    continue
+                counts[index] += counts_step(self.layout.optimizer, group)
+                count = int(counts[index])
+                if count not in rows:
+                    rows[count] = self._kernel.row(group, count)
+                own = rows[count]
+                table[index, T_ACTIVE] = 1
+                table[index, T_FACTOR:T_OWN] = self.gradients.pending(index)
+                table[index, T_OWN : T_OWN + len(own)] = own
+        return table, counts
+
+    def _all_finite(self, active: npt.NDArray[np.bool_]) -> bool:
+        for index in np.flatnonzero(active):
+            if not self.gradients.is_finite(int(index)):
+                if not self._warned_of_skip:
+                    self._warned_of_skip = True
+                    logger.warning(
+                        "step %d skipped: the gradient of %s is not finite; nothing moved. Later "
+                        "skips are not logged, see optimizer.step_was_skipped",
+                        self.steps + 1,
+                        self.gradients.name(int(index)),
+                    )
+                return False
+        return True
+
+    def _refuse_late_gradient(self, number: int, parameter: torch.nn.Parameter) -> None:
+        if parameter.grad is not None:
+            raise UnsupportedError(
+                f"a parameter of shape {tuple(parameter.shape)} in param_groups[{number}] has a "
+                "gradient now and was frozen at offload(). Unfreeze parameters before offload()"
+            )
+
+    # --- beginning and ending --------------------------------------------------------------
+
+    def begin(
+        self,
+        groups: Groups,
+        dtype: torch.dtype | None,
+        device_memory: int | None,
+        resume: bool | None,
+    ) -> None:
+        """Make the first state or continue the one found; hooks come last, when all is well."""
+        found = recover(self.devices, self.layout, resume)
+        for device in self.devices:
+            device.attach(device_memory)
+        if found is None:
+            self._begin_anew(groups)
+            self._cast(dtype)
+        else:
+            self._cast(dtype)
+            self._continue_from(found, groups)
+        self.weights.take_fingerprints()
+        self.gradients = GradientStream(
+            self.layout, self._parameters, self.devices, self.link, self.guard
+        )
+
+    def _begin_anew(self, groups: Groups) -> None:
+        for index, device in enumerate(self.devices):
+            superblock = Superblock(
+                FORMAT_VERSION,
+                self._set_uuid,
+                index,
+                len(self.devices),
+                self.layout.hash(),
+                self.layout.optimizer,
+            )
+            device.create(superblock)
+        formats = [FORMAT_OF_DTYPE[DTYPES[p.dtype]] for p in self._parameters]
+        moments: list[list[float]] = [[] for _ in self._parameters]
+        for group in groups:
+            value = initial_moment(self.layout.optimizer, group)
+            for parameter in group["params"]:
+                if id(parameter) in self._index_of:
+                    moments[self._index_of[id(parameter)]] = [value] * len(self.layout.moments)
+        commit = self._commit(0, self._counts, groups)
+        self._on_all_devices(
+            lambda device, index: device.initialize(
+                self.weights.port(index), formats, moments, commit
+            )
+        )
+
+    def _continue_from(self, found: Sequence[LedgerRecord], groups: Groups) -> None:
+        superblock = self.devices[0].identify()
+        assert superblock is not None, "recover() has read it"
+        blobs = self._on_all_devices(
+            lambda device, index: device.restore(found[index], self.weights.port(index))
+        )
+        for group, saved in zip(groups, json.loads(blobs[0])["param_groups"], strict=True):
+            restore_scalars(group, saved)
+        self._set_uuid = superblock.set_uuid
+        self.steps = self.committed_step = found[0].step
+        self._counts = found[0].counts
+
+    def _cast(self, dtype: torch.dtype | None) -> None:
+        model = self._model()
+        if dtype is not None and model is not None:
+            for parameter in model.parameters():
+                if parameter.is_floating_point() and parameter.dtype is not dtype:
+                    parameter.data = parameter.data.to(dtype)
+        self.weights.bind()
+
+    def _commit(self, step: int, counts: npt.NDArray[np.int64], groups: Groups) -> Commit:
+        blob = json.dumps({"param_groups": [scalars(group) for group in groups]})
+        return Commit(step, self._attempt, counts, blob.encode())
+
+    def close(self) -> None:
+        """Release the devices and make the model an ordinary one."""
+        if self._state is _State.OPEN:
+            self._release(_State.CLOSED)
+
+    def _fail(self, error: BaseException) -> None:
+        """Weights and state may disagree now: nothing may be computed from them or saved."""
+        self._error = f"{type(error).__name__}: {error}"
+        self._release(_State.FAILED)
+
+        def alarm(*_: object) -> None:
+            self.guard()
+
+        model = self._model()
+        for module in model.modules() if model is not None else ():
+            self._alarms.append(module.register_forward_pre_hook(alarm))
+            self._alarms.append(module.register_state_dict_pre_hook(alarm))
+
+    def _release(self, state: _State) -> None:
+        if os.getpid() != self._pid:
+            return
+        self._state = state
+        self.gradients.detach()
+        self._pool.shutdown(wait=True)
+        for device in self.devices:
+            device.close()
+
+    def guard(self) -> None:
+        """Raise where the engine must not be used."""
+        if os.getpid() != self._pid:
+            raise ForkedProcessError(
+                f"process {os.getpid()} is a fork of {self._pid}, which owns the devices. Use the "
+                "model and the optimizer in the process that called offload()"
+            )
+        if self._state is _State.CLOSED:
+            raise OptimizerClosedError(
+                "the optimizer was closed. Call offload(..., resume=True) to go on"
+            )
+        if self._state is _State.FAILED:
+            raise OptimizerFailedError(
+                f"an earlier step failed ({self._error}), so weights and state disagree. Call "
+                "offload(model, optimizer, devices, resume=True) to go back to the last committed "
+                f"step, {self.committed_step}"
+            )
+
+    def silence(self) -> None:
+        """Take the alarms of a failure off the model, which is being offloaded anew."""
+        if self._state is _State.OPEN:
+            raise UnsupportedError(
+                "the model is offloaded already. Call close() on its optimizer first"
+            )
+        for alarm in self._alarms:
+            alarm.remove()
+
+    # --- reading ---------------------------------------------------------------------------
+
+    def read_state(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
+        """See `OffloadedOptimizer.read_state`."""
+        self.guard()
+        index = self._index_of.get(id(parameter))
+        if index is None:
+            raise UnsupportedError(
+                "read_state() was given a tensor that is not an offloaded parameter. Expected one "
+                "of the model's trainable parameters"
+            )
+        names = ("master", *self.layout.moments)
+        shape = self.layout.parameters[index].shape
+        state = {name: torch.empty(shape, dtype=torch.float32) for name in names}
+        for number, run in self.layout.runs_of[index]:
+            own = self.layout.devices[number].runs[run]
+            place = slice(own.start, own.start + own.length)
+            tensors = self.devices[number].read_state(run)
+            for name, values in zip(names, tensors, strict=True):
+                state[name].view(-1).numpy()[place] = self.link.carry("state_to_host", values)
+        if self.layout.optimizer != "sgd":
+            state["step"] = torch.tensor(float(self._counts[index]))
+        return state
+
+    def manifest(self) -> dict[str, str | int]:
+        """Which state this is."""
+        return {
+            "set_uuid": self._set_uuid,
+            "step": self.committed_step,
+            "layout_hash": self.layout.hash(),
+        }
+
+    def summary(self) -> str:
+        """The line that `offload()` logs."""
+        sizes = [self.layout.state_nbytes(index) for index in range(len(self.devices))]
+        written = max(sizes)
+        return (
+            f"offloaded {self.layout.num_elements:,} parameters to {len(self.devices)} device(s): "
+            f"{2 * written / 1e9:.2f} GB reserved on each, {written / 1e9:.2f} GB written to each "
+            f"per step, {ENDURANCE_BYTES / max(written, 1):,.0f} steps until a 600 TBW drive is worn"
+        )
+
+    def _on_all_devices(self, call: Callable[[Device, int], ResultT]) -> list[ResultT]:
+        """Run on all devices at once; waits for every one before it raises the first error."""
+        futures = [
+            self._pool.submit(call, device, index) for index, device in enumerate(self.devices)
+        ]
+        errors = [error for future in futures if (error := future.exception()) is not None]
+        if errors:
+            raise errors[0]
+        return [future.result() for future in futures]
+
+
+def _release_previous(model: torch.nn.Module) -> None:
+    previous = _engines.get(model)
+    if previous is not None:
+        previous.silence()

@@ -1,0 +1,184 @@
+"""The transfer handler: a device's pipeline read -> compute -> write over fixed buffers.
+
+There is one worker thread for each buffer. A worker takes the next tasklet (one state record),
+reads it from its current place, computes in place, and writes it to its other place. The workers
+are at different stages at any moment, so reading, computing and writing overlap, and memory is
+fixed. Within a tasklet the updated weights leave during `compute` (*urgent*: the next forward
+needs them), before the state is written back (*lazy*).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from smart_infinity.layout import Layout, Record
+from smart_infinity.storage.blockfile import BlockFile
+from smart_infinity.storage.buffers import ByteArray, reserve
+
+
+@dataclass(slots=True)
+class Timings:
+    """Seconds of one pass, summed over a device's workers, and the bytes its storage moved."""
+
+    waiting: float = 0.0
+    reading: float = 0.0
+    computing: float = 0.0
+    writing: float = 0.0
+    bytes_read: int = 0
+    bytes_written: int = 0
+
+    def add(self, other: Timings) -> None:
+        """Add another worker's share."""
+        self.waiting += other.waiting
+        self.reading += other.reading
+        self.computing += other.computing
+        self.writing += other.writing
+        self.bytes_read += other.bytes_read
+        self.bytes_written += other.bytes_written
+
+
+class Buffer:
+    """A worker's memory: one state record, and the words that go to or come from the host."""
+
+    def __init__(self, layout: Layout, longest: int) -> None:
+        self.bytes: ByteArray = reserve(layout.record_nbytes(longest))
+        words = reserve(4 * longest)
+        self.words16: npt.NDArray[np.uint16] = words.view(np.uint16)
+        self.words32: npt.NDArray[np.float32] = words.view(np.float32)
+
+
+def buffer_nbytes(layout: Layout, longest: int) -> int:
+    """Bytes of one buffer for records of up to ``longest`` elements."""
+    return layout.record_nbytes(longest) + 4 * longest
+
+
+# (record, its [master | moments...] as fp32, the buffer's words) -> whether the state changed
+Compute = Callable[[Record, npt.NDArray[np.float32], Buffer], bool]
+Check = Callable[[Record, int], None]
+
+
+class TransferHandler:
+    """Moves state records through a fixed pool of buffers.
+
+    Args:
+        layout: the layout; records have its sizes.
+        files: the two state files, by place.
+        num_workers: buffers, and threads.
+        longest: elements of the device's longest record.
+        name: for thread names.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        files: tuple[BlockFile, BlockFile],
+        num_workers: int,
+        longest: int,
+        name: str,
+    ) -> None:
+        self._layout, self._files = layout, files
+        self._buffers = [Buffer(layout, longest) for _ in range(num_workers)]
+        self._pool = ThreadPoolExecutor(num_workers, thread_name_prefix=f"smart-infinity {name}")
+
+    def run(
+        self,
+        records: Sequence[Record],
+        compute: Compute,
+        places: npt.NDArray[np.uint8] | None,
+        written: dict[int, tuple[int, int]],
+        check: Check | None = None,
+    ) -> Timings:
+        """Run ``compute`` over ``records`` and return the time it took, by stage.
+
+        Args:
+            records: in the order in which their weights are wanted.
+            places: the current place of every record of the device, or None where there is no
+                current state yet and nothing is to be read (records then go to place 0).
+            written: receives record index -> (new place, checksum) of each record written.
+            check: called with each record read and the checksum of its bytes.
+        """
+        queue = iter(records)
+        lock = threading.Lock()
+        stop = threading.Event()
+
+        def take() -> Iterator[Record]:
+            while not stop.is_set():
+                with lock:
+                    record = next(queue, None)
+                if record is None:
+                    return
+                yield record
+
+        def work(buffer: Buffer) -> Timings:
+            spent = Timings()
+            try:
+                for record in take():
+                    self._tasklet(record, buffer, compute, places, written, check, spent)
+            except BaseException:
+                stop.set()
+                raise
+            return spent
+
+        begin = time.perf_counter()
+        futures = [self._pool.submit(work, buffer) for buffer in self._buffers]
+        total = Timings()
+        errors = [error for future in futures if (error := future.exception()) is not None]
+        if errors:
+            raise errors[0]
+        for future in futures:
+            total.add(future.result())
+        wall = time.perf_counter() - begin
+        busy = total.reading + total.computing + total.writing
+        total.waiting = max(0.0, wall * len(self._buffers) - busy)
+        return total
+
+    def _tasklet(
+        self,
+        record: Record,
+        buffer: Buffer,
+        compute: Compute,
+        places: npt.NDArray[np.uint8] | None,
+        written: dict[int, tuple[int, int]],
+        check: Check | None,
+        spent: Timings,
+    ) -> None:
+        nbytes = self._layout.record_nbytes(record.length)
+        offset = record.index * self._layout.record_stride
+        used = record.length * self._layout.num_state_tensors
+        data = buffer.bytes[:nbytes]
+        floats = data.view(np.float32)
+        t0 = time.perf_counter()
+        place = -1
+        if places is None:
+            floats[used:] = 0
+        else:
+            place = int(places[record.index])
+            self._files[place].read_into(data, offset)
+            spent.bytes_read += nbytes
+        t1 = time.perf_counter()
+        if check is not None:
+            check(record, xxhash.xxh3_64_intdigest(data))
+        changed = compute(record, floats[:used], buffer)
+        checksum = xxhash.xxh3_64_intdigest(data) if changed else 0
+        t2 = time.perf_counter()
+        if changed:
+            other = 0 if places is None else 1 - place
+            self._files[other].write_from(data, offset)
+            written[record.index] = (other, checksum)
+            spent.bytes_written += nbytes
+        t3 = time.perf_counter()
+        spent.reading += t1 - t0
+        spent.computing += t2 - t1
+        spent.writing += t3 - t2
+
+    def close(self) -> None:
+        """Wait for the workers and end them."""
+        self._pool.shutdown(wait=True)
