@@ -30,6 +30,7 @@ from smart_infinity.errors import (
     ForkedProcessError,
     OptimizerClosedError,
     OptimizerFailedError,
+    StateMismatchError,
     UnsupportedError,
 )
 from smart_infinity.gradients import GradientStream
@@ -59,7 +60,10 @@ Groups = list[dict[str, Any]]
 ModuleT = TypeVar("ModuleT", bound=torch.nn.Module)
 ResultT = TypeVar("ResultT")
 
-_engines: weakref.WeakKeyDictionary[torch.nn.Module, Engine] = weakref.WeakKeyDictionary()
+# Weak on both sides: an engine holds the model's modules, and must not keep them alive by itself.
+_engines: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[Engine]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def offload(
@@ -106,7 +110,7 @@ def offload(
             device.abandon()
             device.close()
         raise
-    _engines[model] = engine
+    _engines[model] = weakref.ref(engine)
     logger.info("%s", engine.summary())
     return model, OffloadedOptimizer(engine, torch_optimizer)
 
@@ -277,7 +281,13 @@ class Engine:
         blobs = self._on_all_devices(
             lambda device, index: device.restore(found[index], self.weights.port(index))
         )
-        for group, saved in zip(groups, json.loads(blobs[0])["param_groups"], strict=True):
+        saved_groups = json.loads(blobs[0])["param_groups"]
+        if len(saved_groups) != len(groups):
+            raise StateMismatchError(
+                f"the state has {len(saved_groups)} param_groups and the optimizer {len(groups)}. "
+                "Expected the groups of the run to be continued"
+            )
+        for group, saved in zip(groups, saved_groups, strict=True):
             restore_scalars(group, saved)
         self._set_uuid = superblock.set_uuid
         self.steps = self.committed_step = found[0].step
@@ -311,7 +321,9 @@ class Engine:
         model = self._model()
         for module in model.modules() if model is not None else ():
             self._alarms.append(module.register_forward_pre_hook(alarm))
-            self._alarms.append(module.register_state_dict_pre_hook(alarm))
+            self._alarms.append(
+                module.register_state_dict_pre_hook(alarm)  # type: ignore[no-untyped-call]
+            )
 
     def _release(self, state: _State) -> None:
         if os.getpid() != self._pid:
@@ -388,7 +400,8 @@ class Engine:
         return (
             f"offloaded {self.layout.num_elements:,} parameters to {len(self.devices)} device(s): "
             f"{2 * written / 1e9:.2f} GB reserved on each, {written / 1e9:.2f} GB written to each "
-            f"per step, {ENDURANCE_BYTES / max(written, 1):,.0f} steps until a 600 TBW drive is worn"
+            f"per step, {ENDURANCE_BYTES / max(written, 1):,.0f} steps until a 600 TBW drive is "
+            "worn"
         )
 
     def _on_all_devices(self, call: Callable[[Device, int], ResultT]) -> list[ResultT]:
@@ -403,6 +416,7 @@ class Engine:
 
 
 def _release_previous(model: torch.nn.Module) -> None:
-    previous = _engines.get(model)
+    reference = _engines.get(model)
+    previous = reference() if reference is not None else None
     if previous is not None:
         previous.silence()

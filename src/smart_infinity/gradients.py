@@ -56,7 +56,7 @@ class GradientStream:
         self.gradients = [OffloadedGradient(self, i, p) for i, p in enumerate(parameters)]
         self._grad_dtypes = [parameter.grad_dtype for parameter in parameters]
         self._handles = [
-            parameter.register_post_accumulate_grad_hook(self._hook(index))
+            parameter.register_post_accumulate_grad_hook(self._hook(index))  # type: ignore[no-untyped-call]
             for index, parameter in enumerate(parameters)
         ]
         for parameter in parameters:
@@ -258,7 +258,7 @@ class OffloadedGradient(torch.Tensor):
         cls, stream: GradientStream, index: int, parameter: torch.Tensor
     ) -> OffloadedGradient:
         """Make the gradient object of one parameter; it is reused in every iteration."""
-        own = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        own = torch.Tensor._make_wrapper_subclass(
             cls, parameter.shape, dtype=torch.float32, device=parameter.device
         )
         own._stream, own._index = stream, index
@@ -269,7 +269,7 @@ class OffloadedGradient(torch.Tensor):
         super().__init__()
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: Any,
         types: Sequence[type],
@@ -294,7 +294,7 @@ class OffloadedGradient(torch.Tensor):
         """Refused: use ``to_dense().tolist()``."""
         raise _refusal("tolist", (self,))
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         name = self._stream.name(self._index)
         return f"OffloadedGradient({name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
 

@@ -15,11 +15,12 @@ def deferred_interrupt() -> Iterator[None]:
 
     Only the main thread receives signals; elsewhere this does nothing.
     """
-    if threading.current_thread() is not threading.main_thread():
+    previous = signal.getsignal(signal.SIGINT)
+    # None: the handler was not installed from Python and could not be put back.
+    if threading.current_thread() is not threading.main_thread() or previous is None:
         yield
         return
     received: list[tuple[int, FrameType | None]] = []
-    previous = signal.getsignal(signal.SIGINT)
     signal.signal(signal.SIGINT, lambda number, frame: received.append((number, frame)))
     try:
         yield

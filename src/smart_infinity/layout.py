@@ -202,9 +202,10 @@ def plan_units(parameters: Sequence[ParameterSpec]) -> tuple[Unit, ...]:
     for name, members in groups:
         size = sum(parameters[i].numel for i in members)
         if merged and (size < UNIT_MIN_ELEMENTS or merged[-1][2] < UNIT_MIN_ELEMENTS):
-            head, before, size_before = merged[-1]
+            head, together, size_before = merged[-1]
             larger = head if size_before >= size else name
-            merged[-1] = (larger, before + members, size_before + size)
+            together.extend(members)
+            merged[-1] = (larger, together, size_before + size)
         else:
             merged.append((name, members, size))
     return tuple(Unit(name, tuple(members)) for name, members, _ in merged)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -130,7 +131,7 @@ def _check_parameters(
         for name, parameter in named
         if parameter.numel() and parameter.is_contiguous()
     )
-    for (begin, nbytes, name), (following, _, other) in zip(extents, extents[1:], strict=False):
+    for (begin, nbytes, name), (following, _, other) in itertools.pairwise(extents):
         if following < begin + nbytes:
             raise UnsupportedError(
                 f"parameters {name} and {other} are two objects that share memory. Expected tied "

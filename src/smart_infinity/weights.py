@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-import xxhash
 
 from smart_infinity.devices.base import Words
 from smart_infinity.errors import UnsupportedError
 from smart_infinity.layout import Layout, Piece, Record
 from smart_infinity.link import HostLink
+from smart_infinity.storage.buffers import checksum
 
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
@@ -98,7 +98,7 @@ class HostWeights:
 
     def announce(self, active: npt.NDArray[np.bool_]) -> None:
         """Tell autograd that the active parameters were written."""
-        written = [self._parameters[index] for index in np.flatnonzero(active)]
+        written = [self._parameters[index] for index in np.flatnonzero(active).tolist()]
         if written:
             torch.autograd.graph.increment_version(written)
 
@@ -106,7 +106,7 @@ class HostWeights:
         """Words of a piece, to the device; see ``HostPort``."""
         number = self._first_piece[device][record.index] + index
         words = self._words[piece.parameter][piece.start : piece.start + piece.length]
-        self._fingerprints[device][number] = xxhash.xxh3_64_intdigest(words)
+        self._fingerprints[device][number] = checksum(words)
         return self._link.carry("weights_to_device", words)
 
     def deliver(self, device: int, record: Record, index: int, piece: Piece, words: Words) -> None:
@@ -114,10 +114,10 @@ class HostWeights:
         number = self._first_piece[device][record.index] + index
         self._link.carry("weights_to_host", words)
         self._words[piece.parameter][piece.start : piece.start + piece.length] = words
-        self._fingerprints[device][number] = xxhash.xxh3_64_intdigest(words)
+        self._fingerprints[device][number] = checksum(words)
 
     def _digest(self, index: int, start: int, length: int) -> int:
-        return xxhash.xxh3_64_intdigest(self._words[index][start : start + length])
+        return checksum(self._words[index][start : start + length])
 
     def _bind(self, index: int) -> None:
         parameter, spec = self._parameters[index], self._layout.parameters[index]

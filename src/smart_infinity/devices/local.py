@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from smart_infinity.devices.base import (
     Commit,
@@ -32,6 +31,7 @@ from smart_infinity.kernels.frame import PIECE_COLUMNS, T_ACTIVE
 from smart_infinity.layout import DevicePlan, Layout, Record
 from smart_infinity.storage import slots
 from smart_infinity.storage.blockfile import BlockFile, direct_io_refusal
+from smart_infinity.storage.buffers import checksum as checksum_of
 from smart_infinity.storage.handler import (
     Buffer,
     Check,
@@ -194,7 +194,6 @@ class LocalDevice(Device):
         self._written = {}
         self._run(self._plan.records, compute, None)
         self.commit(commit)
-        self._created = False  # from here on the files are a state, and survive a failure
 
     def restore(self, record: LedgerRecord, host: HostPort) -> bytes:
         """See `Device.restore`."""
@@ -223,7 +222,7 @@ class LocalDevice(Device):
         self._run(self._plan.records, compute, self._places, check)
         blob = np.zeros(record.blob_nbytes, np.uint8)
         self._blob_files[record.blob_place].read_into(blob, 0)
-        if xxhash.xxh3_64_intdigest(blob) != record.blob_checksum:
+        if checksum_of(blob) != record.blob_checksum:
             raise CorruptStateError(
                 f"device {self.path}: {slots.BLOB[record.blob_place]} differs from what step "
                 f"{record.step} committed. Restore the directory from a copy, or begin anew with "
@@ -310,7 +309,7 @@ class LocalDevice(Device):
                 commit.counts,
                 blob_place,
                 blob.size,
-                xxhash.xxh3_64_intdigest(blob),
+                checksum_of(blob),
             )
         )
         self._places, self._checksums, self._blob_place = places, checksums, blob_place

@@ -24,6 +24,15 @@ from smart_infinity.kernels.frame import (
     merge_edits,
 )
 
+__all__ = [
+    "OPTIMIZERS",
+    "OptimizerKernel",
+    "encode_record",
+    "load_masters",
+    "merge_edits",
+    "prepare",
+]
+
 
 @dataclass(frozen=True, slots=True)
 class OptimizerKernel:

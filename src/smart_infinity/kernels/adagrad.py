@@ -32,7 +32,7 @@ T_RATE, T_L2, T_EPS = range(T_OWN, T_OWN + 3)
 
 
 def row(group: Mapping[str, Any], step: int) -> list[float]:
-    """The optimizer's own table columns for the parameters of ``group`` at their ``step``-th step."""
+    """The optimizer's own table columns at the ``step``-th step of the group's parameters."""
     rate = float(group["lr"]) / (1.0 + (step - 1) * float(group["lr_decay"]))
     return [rate, float(group["weight_decay"]), float(group["eps"])]
 

@@ -27,7 +27,10 @@ def direct_io_refusal(directory: str) -> str | None:
     try:
         fd = os.open(path, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
         try:
-            if os.pwritev(fd, [page], 0) != PAGE_BYTES or os.preadv(fd, [page], 0) != PAGE_BYTES:
+            if (
+                os.pwritev(fd, [page.data], 0) != PAGE_BYTES
+                or os.preadv(fd, [page.data], 0) != PAGE_BYTES
+            ):
                 return "a one-page transfer came back short"
         finally:
             os.close(fd)
@@ -72,7 +75,7 @@ class BlockFile:
         done = 0
         while done < target.size:
             try:
-                count = os.preadv(self._fd, [target[done:]], offset + done)
+                count = os.preadv(self._fd, [target[done:].data], offset + done)
             except OSError as error:
                 raise self._error("read", offset + done, error) from error
             if count == 0:
@@ -85,7 +88,7 @@ class BlockFile:
         done = 0
         while done < source.size:
             try:
-                count = os.pwritev(self._fd, [source[done:]], offset + done)
+                count = os.pwritev(self._fd, [source[done:].data], offset + done)
             except OSError as error:
                 raise self._error("write", offset + done, error) from error
             if count == 0:

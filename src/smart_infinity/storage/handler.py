@@ -17,11 +17,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from smart_infinity.layout import Layout, Record
 from smart_infinity.storage.blockfile import BlockFile
 from smart_infinity.storage.buffers import ByteArray, reserve
+from smart_infinity.storage.buffers import checksum as checksum_of
 
 
 @dataclass(slots=True)
@@ -165,9 +165,9 @@ class TransferHandler:
             spent.bytes_read += nbytes
         t1 = time.perf_counter()
         if check is not None:
-            check(record, xxhash.xxh3_64_intdigest(data))
+            check(record, checksum_of(data))
         changed = compute(record, floats[:used], buffer)
-        checksum = xxhash.xxh3_64_intdigest(data) if changed else 0
+        checksum = checksum_of(data) if changed else 0
         t2 = time.perf_counter()
         if changed:
             other = 0 if places is None else 1 - place

@@ -53,27 +53,27 @@ class DeviceLock:
     def __init__(self, directory: str) -> None:
         path = os.path.join(directory, LOCK)
         try:
-            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
             raise DeviceSpecError(
                 f"device {directory}: cannot create its lock file: {error.strerror}. Expected a "
                 "directory that this process may write to"
             ) from error
         try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            os.close(self._fd)
+            os.close(fd)
             raise DeviceBusyError(
                 f"device {directory} is in use: {path} is locked by another optimizer, in this or "
                 "another process. Close that one, or give this run a directory of its own"
             ) from error
+        # Also drops the lock when the owner is garbage collected without close().
+        self._closer = weakref.finalize(self, os.close, fd)
         _open_locks.add(self)
 
     def release(self) -> None:
         """Drop the lock; a second call does nothing."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
+        self._closer()
 
 
 def _close_in_child() -> None:

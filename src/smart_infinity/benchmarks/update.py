@@ -1,0 +1,185 @@
+"""The update phase alone, in turns with raw I/O of the same bytes.
+
+A module of synthetic bf16 weights is offloaded through the public API; its gradient lands once
+and stays landed over all steps. Checksums and ledger are on, as always.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import torch
+
+import smart_infinity
+from smart_infinity.benchmarks.raw import RawCopy
+from smart_infinity.devices import check_specs
+from smart_infinity.errors import DeviceFullError, DeviceSpecError
+from smart_infinity.layout import Layout
+from smart_infinity.planning import plan
+from smart_infinity.storage.blockfile import direct_io_refusal
+
+LAYER_ELEMENTS = 1 << 24
+DISCARDED_ROUNDS = 2  # both places of every record are written once before anything counts
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateResult:
+    """What `measure_update` found; see the fields."""
+
+    params: int
+    devices: list[str]
+    direct_io: list[bool]
+    rounds: int
+    params_per_s: float
+    bytes_read: int
+    """Per step, over all devices."""
+    bytes_written: int
+    gb_per_s: float
+    """Read and written together, 1e9 bytes; the median, as ``raw_gb_per_s``."""
+    raw_gb_per_s: float
+    fraction_of_raw: float
+    fraction_spread: tuple[float, float]
+    """10th and 90th percentile of the ratio by round."""
+    raw_threads: int
+    """Per device: the fastest number, found once before the rounds."""
+    stages: dict[str, float]
+    """Median seconds of a step by stage, summed over the workers of all devices."""
+    round_seconds: list[float]
+    raw_round_seconds: list[float]
+
+    def to_json(self) -> dict[str, object]:
+        """As plain values."""
+        return asdict(self)
+
+
+class _Layer(torch.nn.Module):
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(weight)
+
+
+def measure_update(
+    num_params: int,
+    devices: Sequence[str | os.PathLike[str]],
+    *,
+    rounds: int = 15,
+    on_progress: Callable[[str], None] = lambda _: None,
+) -> UpdateResult:
+    """Measure AdamW's update phase on bf16 weights and gradients, and raw I/O, in turns.
+
+    Args:
+        num_params: parameters of the synthetic module.
+        devices: existing directories. What is made in them is removed at the end.
+        rounds: measured rounds, each of one step and one raw pass; two more are discarded.
+        on_progress: told what is happening.
+    """
+    paths = check_specs(devices)
+    generator = torch.Generator().manual_seed(0)
+    model = _make_model(num_params, generator)
+    torch_optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    layout = plan(model, torch_optimizer, len(paths), None).layout
+    blocks = [[layout.record_nbytes(r.length) for r in own.records] for own in layout.devices]
+    with ExitStack() as stack:
+        owned = [stack.enter_context(_own_directory(path)) for path in paths]
+        _require_space(layout, paths)
+        direct = [direct_io_refusal(path) is None for path in owned]
+        on_progress("writing the first state")
+        _, optimizer = smart_infinity.offload(model, torch_optimizer, owned)
+        stack.callback(optimizer.close)
+        for parameter in model.parameters():
+            gradient = torch.empty_like(parameter).normal_(0, 1e-3, generator=generator)
+            parameter.grad = gradient
+        on_progress("writing the raw files")
+        raw = RawCopy(owned, blocks, direct)
+        stack.callback(raw.close)
+        on_progress("choosing the number of raw threads")
+        raw_threads = raw.choose_threads()
+        ours: list[float] = []
+        theirs: list[float] = []
+        stages: list[dict[str, float]] = []
+        for number in range(-DISCARDED_ROUNDS, rounds):
+            on_progress(f"round {max(number + 1, 0)} of {rounds}")
+            begin = time.perf_counter()
+            optimizer.step()
+            seconds = time.perf_counter() - begin
+            raw_seconds = raw.run()
+            if number >= 0:
+                ours.append(seconds)
+                theirs.append(raw_seconds)
+                stages.append(_sums(optimizer.last_timings.values()))
+        moved = _sums(optimizer.last_io.values())
+    total = sum(moved.values()) / 1e9
+    ratios = np.array(theirs) / np.array(ours)
+    low, high = np.quantile(ratios, [0.1, 0.9]).tolist()
+    return UpdateResult(
+        params=num_params,
+        devices=paths,
+        direct_io=direct,
+        rounds=rounds,
+        params_per_s=num_params / statistics.median(ours),
+        bytes_read=int(moved["bytes_read"]),
+        bytes_written=int(moved["bytes_written"]),
+        gb_per_s=total / statistics.median(ours),
+        raw_gb_per_s=total / statistics.median(theirs),
+        fraction_of_raw=statistics.median(theirs) / statistics.median(ours),
+        fraction_spread=(low, high),
+        raw_threads=raw_threads,
+        stages={key: statistics.median(one[key] for one in stages) for key in stages[0]},
+        round_seconds=ours,
+        raw_round_seconds=theirs,
+    )
+
+
+def _make_model(num_params: int, generator: torch.Generator) -> torch.nn.ModuleList:
+    layers = []
+    for begin in range(0, num_params, LAYER_ELEMENTS):
+        weight = torch.empty(min(LAYER_ELEMENTS, num_params - begin), dtype=torch.bfloat16)
+        layers.append(_Layer(weight.normal_(0, 0.02, generator=generator)))
+    return torch.nn.ModuleList(layers)
+
+
+def _sums(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    total: dict[str, float] = {}
+    for part in parts:
+        for key, value in part.items():
+            total[key] = total.get(key, 0) + value
+    return total
+
+
+def _require_space(layout: Layout, paths: Sequence[str]) -> None:
+    """State and raw files take four places per device; say so before anything is written."""
+    needed: dict[int, int] = {}
+    for index, path in enumerate(paths):
+        file_system = os.stat(path).st_dev
+        needed[file_system] = needed.get(file_system, 0) + 4 * layout.state_nbytes(index)
+        status = os.statvfs(path)
+        available = status.f_bavail * status.f_frsize
+        if available < needed[file_system]:
+            raise DeviceFullError(
+                f"device {path}: the benchmark needs {needed[file_system]} bytes on this file "
+                f"system (the state and two raw files) and {available} are free. Free some space, "
+                "or measure fewer parameters"
+            )
+
+
+@contextmanager
+def _own_directory(path: str) -> Iterator[str]:
+    try:
+        own = tempfile.mkdtemp(prefix="smart-infinity-bench-", dir=path)
+    except OSError as error:
+        raise DeviceSpecError(
+            f"device {path}: cannot make a directory in it: {error.strerror}. Expected an "
+            "existing directory that this process may write to"
+        ) from error
+    try:
+        yield own
+    finally:
+        shutil.rmtree(own)

@@ -1,0 +1,5 @@
+"""PLACEHOLDER, to be replaced: the command ``doctor``."""
+
+
+def doctor() -> None:
+    """Not written yet."""
