@@ -53,7 +53,7 @@ class Block(nn.Module):
 
 
 class TinyGPT(nn.Module):
-    """A GPT of odd widths. ``uses`` runs its blocks several times; ``tied`` shares the embedding."""
+    """A GPT of odd widths. ``uses`` runs its blocks several times; ``tied``: head and embedding."""
 
     def __init__(
         self, width: int = 65, heads: int = 5, layers: int = 2, tied: bool = False, uses: int = 1
@@ -84,7 +84,9 @@ def tiny_gpt(seed: int = 0, **sizes: Any) -> TinyGPT:
 def small_net(seed: int = 0) -> nn.Sequential:
     """Three layers, 2273 parameters, one unit: for tests in which the model does not matter."""
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(7, 33), nn.GELU(), nn.Linear(33, 59), nn.GELU(), nn.Linear(59, 1))
+    return nn.Sequential(
+        nn.Linear(7, 33), nn.GELU(), nn.Linear(33, 59), nn.GELU(), nn.Linear(59, 1)
+    )
 
 
 def net_loss(model: nn.Module, seed: int) -> Tensor:

@@ -40,7 +40,7 @@ from smart_infinity.kernels.frame import T_ACTIVE, T_FACTOR, T_OWN, TABLE_COLUMN
 from smart_infinity.layout import FORMAT_VERSION
 from smart_infinity.link import HostLink
 from smart_infinity.optimizer import OffloadedOptimizer
-from smart_infinity.planning import Plan, parse_bytes, plan
+from smart_infinity.planning import Plan, check_memory, parse_bytes, plan
 from smart_infinity.recipe import (
     check_group,
     counts_step,
@@ -97,6 +97,8 @@ def offload(
     paths = check_specs(devices)
     budget = parse_bytes(device_memory)
     planned = plan(model, torch_optimizer, len(paths), dtype)
+    if budget is None:
+        check_memory(planned.layout)
     _release_previous(model)
     kernels.prepare(planned.layout.optimizer)
     opened: list[Device] = []

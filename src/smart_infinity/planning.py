@@ -7,9 +7,11 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import psutil
 import torch
 
 from smart_infinity.errors import DeviceMemoryError, UnsupportedError
+from smart_infinity.kernels.formats import FORMAT_OF_DTYPE, ITEMSIZE
 from smart_infinity.layout import Layout, ParameterSpec, plan_layout
 from smart_infinity.recipe import model_parameters, moments_of, optimizer_name
 from smart_infinity.weights import DTYPES
@@ -75,6 +77,17 @@ def parse_bytes(value: int | str | None) -> int | None:
     raise DeviceMemoryError(
         f'device_memory is {value!r}. Expected a number of bytes, or a string such as "512MiB"'
     )
+
+
+def check_memory(layout: Layout) -> None:
+    """Refuse gradients that do not fit into the memory now free (a budget was not given)."""
+    sizes = (spec.numel * ITEMSIZE[FORMAT_OF_DTYPE[spec.dtype]] for spec in layout.parameters)
+    needed, available = sum(sizes), psutil.virtual_memory().available
+    if needed > available:
+        raise DeviceMemoryError(
+            f"the landing zones for gradients need {needed} bytes of memory, of which {available} "
+            "are available. Use a smaller model or 16-bit weights (dtype=torch.bfloat16)"
+        )
 
 
 def owners_of(model: torch.nn.Module, parameters: Sequence[torch.nn.Parameter]) -> list[Owners]:

@@ -108,8 +108,7 @@ def measure_kernels(
         ],
         torch_fused={str(threads): speed[TORCH, threads] for threads in THREADS},
         ratio_to_torch_fused={
-            str(threads): speed[MAIN_KERNEL, threads] / speed[TORCH, threads]
-            for threads in THREADS
+            str(threads): speed[MAIN_KERNEL, threads] / speed[TORCH, threads] for threads in THREADS
         },
         ratio_denormal=speed[DENORMAL, 1] / speed[MAIN_KERNEL, 1],
         compile_s=compile_s,

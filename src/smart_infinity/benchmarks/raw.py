@@ -56,6 +56,12 @@ class Workers:
         self._pool.shutdown(wait=True)
 
 
+def free_nbytes(directory: str) -> int:
+    """Bytes that this process may still write on the directory's file system."""
+    status = os.statvfs(directory)
+    return status.f_bavail * status.f_frsize
+
+
 @contextmanager
 def workers(num_threads: int, buffer_nbytes: int) -> Iterator[Workers]:
     """`Workers` for the length of a block."""
@@ -167,8 +173,8 @@ class RawCopy:
         best = min(seconds, key=lambda count: seconds[count])
         self._workers = candidates.pop(best)
         for unused in candidates.values():
-            for own in unused:
-                own.close()
+            for each in unused:
+                each.close()
         return best
 
     def run(self) -> float:

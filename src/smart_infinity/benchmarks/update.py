@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 import smart_infinity
-from smart_infinity.benchmarks.raw import RawCopy
+from smart_infinity.benchmarks.raw import RawCopy, free_nbytes
 from smart_infinity.devices import check_specs
 from smart_infinity.errors import DeviceFullError, DeviceSpecError
 from smart_infinity.layout import Layout
@@ -106,7 +106,7 @@ def measure_update(
         theirs: list[float] = []
         stages: list[dict[str, float]] = []
         for number in range(-DISCARDED_ROUNDS, rounds):
-            on_progress(f"round {max(number + 1, 0)} of {rounds}")
+            on_progress("warming up" if number < 0 else f"round {number + 1} of {rounds}")
             begin = time.perf_counter()
             optimizer.step()
             seconds = time.perf_counter() - begin
@@ -160,8 +160,7 @@ def _require_space(layout: Layout, paths: Sequence[str]) -> None:
     for index, path in enumerate(paths):
         file_system = os.stat(path).st_dev
         needed[file_system] = needed.get(file_system, 0) + 4 * layout.state_nbytes(index)
-        status = os.statvfs(path)
-        available = status.f_bavail * status.f_frsize
+        available = free_nbytes(path)
         if available < needed[file_system]:
             raise DeviceFullError(
                 f"device {path}: the benchmark needs {needed[file_system]} bytes on this file "

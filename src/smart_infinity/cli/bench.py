@@ -1,10 +1,136 @@
-"""PLACEHOLDER, to be replaced: the commands ``bench update`` and ``bench kernel``."""
+"""``smart-infinity bench``: the update phase beside raw I/O, the kernels beside torch's."""
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
+from rich import box
+from rich.table import Table
 
-app = typer.Typer(help="Not written yet.")
+from smart_infinity.cli.console import print_line, print_result, stderr
+from smart_infinity.cli.errors import UsageError
+
+app = typer.Typer(no_args_is_help=True, help="Measure this machine; nothing is left behind.")
+
+JsonOption = Annotated[
+    Path | None,
+    typer.Option("--json", help="Write the result to this file.", show_default=False),
+]
 
 
-@app.callback()
-def bench() -> None:
-    """Not written yet."""
+def parse_count(text: str) -> int:
+    """A positive number, with underscores or commas for the eye: ``200_000_000``."""
+    digits = text.replace("_", "").replace(",", "")
+    if not digits.isascii() or not digits.isdecimal() or int(digits) < 1:
+        raise typer.BadParameter(f"{text!r} is not a whole number above 0")
+    return int(digits)
+
+
+@app.command()
+def update(
+    devices: Annotated[
+        list[Path],
+        typer.Option(
+            help="An existing directory on the storage to measure; repeat it for more devices."
+        ),
+    ],
+    params: Annotated[
+        str, typer.Option(help="Parameters of the synthetic model, such as 200_000_000.")
+    ] = "200_000_000",
+    rounds: Annotated[
+        int, typer.Option(min=1, help="Measured rounds, each of one step and one raw pass.")
+    ] = 15,
+    json_file: JsonOption = None,
+) -> None:
+    """Measure AdamW's update phase on bf16 gradients, in turns with raw I/O of the same bytes."""
+    num_params = parse_count(params)
+    _check_output(json_file)
+    from smart_infinity.benchmarks.update import measure_update
+
+    with _progress() as on_progress:
+        result = measure_update(num_params, devices, rounds=rounds, on_progress=on_progress)
+    _write_json(json_file, result.to_json())
+    low, high = result.fraction_spread
+    table = _table("update phase", "", "update", "raw I/O")
+    table.add_row("GB/s, read and written", f"{result.gb_per_s:.2f}", f"{result.raw_gb_per_s:.2f}")
+    table.add_row("M parameters/s", f"{result.params_per_s / 1e6:.1f}", "")
+    table.add_row("GB per step", f"{(result.bytes_read + result.bytes_written) / 1e9:.2f}", "same")
+    table.add_row("threads per device", "", str(result.raw_threads))
+    table.add_row("fraction of raw", f"{result.fraction_of_raw:.3f}", "1")
+    table.add_row("its 10th to 90th percentile", f"{low:.3f} to {high:.3f}", "")
+    print_result(table)
+
+
+@app.command()
+def kernel(
+    rounds: Annotated[int, typer.Option(min=1, help="Measured rounds over all kernels.")] = 9,
+    records: Annotated[
+        int, typer.Option(min=1, help="State records per kernel; few may fit into a cache.")
+    ] = 32,
+    record_elements: Annotated[
+        int, typer.Option(min=1, help="Elements of a record.", hidden=True)
+    ] = 1 << 20,
+    json_file: JsonOption = None,
+) -> None:
+    """Measure every fused kernel in turns with torch.optim.AdamW(fused=True)."""
+    _check_output(json_file)
+    from smart_infinity.benchmarks.kernel import measure_kernels
+
+    with _progress() as on_progress:
+        result = measure_kernels(
+            rounds=rounds,
+            num_records=records,
+            record_elements=record_elements,
+            on_progress=on_progress,
+        )
+    _write_json(json_file, result.to_json())
+    speeds: dict[str, dict[int, float]] = {}
+    for own in result.kernels:
+        speeds.setdefault(own.name, {})[own.threads] = own.mparams_per_s
+    torch_speeds = {int(threads): speed for threads, speed in result.torch_fused.items()}
+    speeds["torch.optim.AdamW(fused=True), fp32"] = torch_speeds
+    threads = list(torch_speeds)
+    columns = [f"{count} thread{'s' if count > 1 else ''}" for count in threads]
+    table = _table("kernels, M parameters/s", "", *columns)
+    for name, own_speeds in speeds.items():
+        table.add_row(name, *(f"{own_speeds[count]:.0f}" for count in threads))
+    ratios = [f"{result.ratio_to_torch_fused[str(count)]:.2f}" for count in threads]
+    table.add_row("adamw bf16 / torch", *ratios)
+    table.add_row("adamw bf16 on denormals / usual", f"{result.ratio_denormal:.2f}")
+    compile_s = result.compile_s
+    print_result(
+        table,
+        f"compiling for a first AdamW step: {compile_s['cold']:.1f} s, "
+        f"from the cache {compile_s['cached']:.1f} s",
+    )
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[str], None]]:
+    """Shows what is going on: a spinner on a terminal, else a line for each new thing."""
+    if not stderr.is_terminal:
+        yield print_line
+        return
+    with stderr.status("starting") as spinner:
+        yield spinner.update
+
+
+def _check_output(path: Path | None) -> None:
+    """Before minutes of measuring, not after them."""
+    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+        raise UsageError(f"--json {path}: expected a file in an existing directory")
+
+
+def _write_json(path: Path | None, content: dict[str, Any]) -> None:
+    if path is not None:
+        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", box=box.SIMPLE)
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index == 0 else "right", no_wrap=True)
+    return table

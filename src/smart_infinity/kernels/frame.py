@@ -1,6 +1,6 @@
 """The frame that every optimizer kernel stands in: decode a gradient block, update, encode.
 
-A kernel runs over one state record in chunks of ``CHUNK`` elements that stay in the L1 cache.
+A kernel runs over one state record in chunks of ``CHUNK`` elements that stay in the L2 cache.
 Rows of *pieces* (int64) tell where things are; the columns are the ``P_*`` constants. Rows of
 *table* (float32), one per parameter, hold what changes from step to step: the first columns are
 common to all optimizers (``T_*``), those from ``T_OWN`` on belong to the optimizer.
@@ -27,7 +27,9 @@ from smart_infinity.kernels.formats import (
     f32_to_f16,
 )
 
-CHUNK = 2048
+# Large enough that the processor's prefetchers, which begin anew with every chunk, are mostly at
+# full speed; small enough that encoding finds the masters of its chunk in the L2 cache.
+CHUNK = 16384
 
 P_PARAMETER, P_RUN, P_LENGTH, P_OFFSET, P_GRAD16, P_GRAD32, P_FORMAT = range(7)
 PIECE_COLUMNS = 7
@@ -94,10 +96,16 @@ def load_gradient(
 
 
 @njit(**JIT)
-def store_weights(form: Any, masters: Any, offset: Any, words16: Any, words32: Any) -> None:
-    """Encode masters at ``offset`` of their record into the word buffer (4 bytes per element)."""
+def store_weights(
+    form: Any, masters: Any, offset: Any, begin: Any, words16: Any, words32: Any
+) -> None:
+    """Encode masters that begin ``begin`` elements into the piece at ``offset`` of its record.
+
+    A piece's place in the word buffer has 4 bytes per element; 16-bit words fill its first half.
+    """
     n = masters.size
-    encode(form, masters, words16[2 * offset : 2 * offset + n], words32[offset : offset + n])
+    at16, at32 = 2 * offset + begin, offset + begin
+    encode(form, masters, words16[at16 : at16 + n], words32[at32 : at32 + n])
 
 
 @njit(**JIT)
@@ -105,7 +113,7 @@ def encode_record(state: Any, pieces: Any, words16: Any, words32: Any) -> None:
     """Encode all masters of a record: what a resume sends to the host."""
     for s in range(pieces.shape[0]):
         offset, n = pieces[s, P_OFFSET], pieces[s, P_LENGTH]
-        store_weights(pieces[s, P_FORMAT], state[offset : offset + n], offset, words16, words32)
+        store_weights(pieces[s, P_FORMAT], state[offset : offset + n], offset, 0, words16, words32)
 
 
 @njit(**JIT)

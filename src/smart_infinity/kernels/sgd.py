@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from smart_infinity.kernels.formats import JIT, flush_denormals, restore_denormals
+from smart_infinity.kernels.formats import JIT, flush_denormals, fma, restore_denormals
 from smart_infinity.kernels.frame import (
     CHUNK,
     P_FORMAT,
@@ -52,19 +52,19 @@ def row(group: Mapping[str, Any], step: int) -> list[float]:
 @njit(**JIT)
 def _update_plain(master: Any, grads: Any, row: Any) -> None:
     for i in range(grads.size):
-        g = grads[i] + row[T_L2] * master[i]
-        master[i] = master[i] - row[T_LR] * g
+        g = fma(row[T_L2], master[i], grads[i])
+        master[i] = fma(-row[T_LR], g, master[i])
 
 
 @njit(**JIT)
 def _update_momentum(master: Any, buffer: Any, grads: Any, row: Any) -> None:
     nesterov = row[T_NESTEROV]
     for i in range(grads.size):
-        g = grads[i] + row[T_L2] * master[i]
-        b = buffer[i] * row[T_KEEP] + row[T_TAKE] * g
+        g = fma(row[T_L2], master[i], grads[i])
+        b = fma(row[T_TAKE], g, buffer[i] * row[T_KEEP])
         buffer[i] = b
-        direction = g + row[T_MOMENTUM] * b if nesterov != 0 else b
-        master[i] = master[i] - row[T_LR] * direction
+        direction = fma(row[T_MOMENTUM], b, g) if nesterov != 0 else b
+        master[i] = fma(-row[T_LR], direction, master[i])
 
 
 @njit(**JIT)
@@ -98,7 +98,7 @@ def update(
             else:
                 buffer = state[length + offset : length + offset + n]
                 _update_momentum(master, buffer, scratch[:n], own)
-            store_weights(pieces[s, P_FORMAT], master, offset, words16, words32)
+            store_weights(pieces[s, P_FORMAT], master, pieces[s, P_OFFSET], begin, words16, words32)
     restore_denormals(control_word)
 
 

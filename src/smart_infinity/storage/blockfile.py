@@ -78,10 +78,11 @@ class BlockFile:
                 count = os.preadv(self._fd, [target[done:].data], offset + done)
             except OSError as error:
                 raise self._error("read", offset + done, error) from error
-            if count == 0:
-                detail = f"the file ends here, {target.size - done} bytes short"
+            whole = self._whole(count, target.size - done)
+            if whole == 0:
+                detail = f"the file ends here, {target.size - done - count} bytes short"
                 raise DeviceIOError(self.device, self.path, "read", offset + done, 0, detail)
-            done += self._whole(count, target.size - done)
+            done += whole
 
     def write_from(self, source: Bytes, offset: int) -> None:
         """Write all of ``source`` at ``offset``."""
@@ -91,11 +92,13 @@ class BlockFile:
                 count = os.pwritev(self._fd, [source[done:].data], offset + done)
             except OSError as error:
                 raise self._error("write", offset + done, error) from error
-            if count == 0:
+            whole = self._whole(count, source.size - done)
+            if whole == 0:
+                detail = f"{count} bytes written"
                 raise DeviceIOError(
-                    self.device, self.path, "write", offset + done, errno.ENOSPC, "nothing written"
+                    self.device, self.path, "write", offset + done, errno.ENOSPC, detail
                 )
-            done += self._whole(count, source.size - done)
+            done += whole
 
     def sync(self) -> None:
         """Make everything written so far durable (``fdatasync``)."""
@@ -112,7 +115,8 @@ class BlockFile:
                 os.close(fd)
 
     def _whole(self, count: int, wanted: int) -> int:
-        # After a short transfer in direct mode the next one must begin on a page again.
+        # After a short transfer in direct mode the next one must begin on a page again. Less than
+        # a page is no progress: the end of the file or of the disk lies inside it.
         if not self.direct or count >= wanted:
             return count
         return count // PAGE_BYTES * PAGE_BYTES

@@ -1,0 +1,179 @@
+"""``smart-infinity bench``, as a user runs it, on small sizes: what it writes, not how fast."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from smart_infinity.benchmarks import raw, update
+from smart_infinity.benchmarks.kernel import TORCH
+from smart_infinity.cli import app
+from smart_infinity.layout import ParameterSpec, plan_layout
+
+PARAMS = 300_000
+
+
+def invoke(*arguments: object) -> Result:
+    result = CliRunner().invoke(app, ["bench", *map(str, arguments)])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def run_update(root: Path, num_devices: int, **options: object) -> Result:
+    arguments: list[object] = []
+    for index in range(num_devices):
+        device = root / f"device{index}"
+        device.mkdir(exist_ok=True)
+        arguments += ["--devices", device]
+    for name, value in {"params": "300_000", "rounds": 3, **options}.items():
+        arguments += [f"--{name}", value]
+    return invoke("update", *arguments)
+
+
+def read_strictly(path: Path) -> dict[str, Any]:
+    content = json.loads(path.read_text(), parse_constant=pytest.fail)
+    assert isinstance(content, dict)
+    return content
+
+
+def files_below(root: Path) -> list[str]:
+    return [name for _, _, names in os.walk(root) for name in names]
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_update_measures_in_turns_and_leaves_nothing(tmp_path: Path, num_devices: int) -> None:
+    result = run_update(tmp_path, num_devices, json=tmp_path / "update.json")
+    assert result.exit_code == 0, result.output
+    assert "fraction of raw" in result.stdout
+    content = read_strictly(tmp_path / "update.json")
+    assert files_below(tmp_path) == ["update.json"]
+    assert all(not os.listdir(tmp_path / f"device{i}") for i in range(num_devices))
+
+    spec = ParameterSpec("0.weight", (PARAMS,), "bfloat16")
+    layout = plan_layout([spec], "adamw", ("exp_avg", "exp_avg_sq"), num_devices)
+    expected = sum(layout.state_nbytes(index) for index in range(num_devices))
+    assert content["bytes_read"] == content["bytes_written"] == expected
+    assert content["params"] == PARAMS
+    assert content["devices"] == [str(tmp_path / f"device{i}") for i in range(num_devices)]
+    assert content["rounds"] == 3
+    assert len(content["round_seconds"]) == len(content["raw_round_seconds"]) == 3
+    assert content["raw_threads"] in raw.THREADS_TO_TRY
+    assert content["fraction_of_raw"] == pytest.approx(
+        content["gb_per_s"] / content["raw_gb_per_s"]
+    )
+    low, high = content["fraction_spread"]
+    assert 0 < low <= high
+    median = sorted(content["round_seconds"])[1]
+    assert content["gb_per_s"] == pytest.approx(2 * expected / 1e9 / median)
+    assert content["params_per_s"] == pytest.approx(PARAMS / median)
+    assert set(content["stages"]) == {"waiting", "reading", "computing", "writing"}
+
+
+def test_raw_copy_moves_every_block_of_every_directory(tmp_path: Path) -> None:
+    directories = [tmp_path / "a", tmp_path / "b"]
+    for directory in directories:
+        directory.mkdir()
+    sizes = [[8192, 4096], [12288]]
+    copy = raw.RawCopy([str(path) for path in directories], sizes, [False, False])
+    try:
+        copy.choose_threads()
+        copy.run()
+        for (source, target), own in zip(copy._pairs, sizes, strict=True):
+            for index, size in enumerate(own):
+                read, written = raw.reserve(size), raw.reserve(size)
+                source.read(index, read)
+                target.read(index, written)
+                assert (read == written).all()
+                assert read.any()
+        assert files_below(tmp_path) == []
+    finally:
+        copy.close()
+
+
+def test_update_leaves_nothing_after_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: raw.RawCopy) -> float:
+        raise RuntimeError("a fault in the middle")
+
+    monkeypatch.setattr(raw.RawCopy, "run", fail)
+    with pytest.raises(RuntimeError, match="in the middle"):
+        run_update(tmp_path, 2)
+    assert all(not os.listdir(tmp_path / f"device{i}") for i in range(2))
+
+
+def test_update_keeps_what_lies_in_the_directory(tmp_path: Path) -> None:
+    device = tmp_path / "device0"
+    device.mkdir()
+    (device / "mine.txt").write_text("kept")
+    assert run_update(tmp_path, 1, rounds=1).exit_code == 0
+    assert os.listdir(device) == ["mine.txt"]
+
+
+def test_update_needs_space_for_state_and_raw_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Both devices lie on one file system: three quarters of what they need together.
+    monkeypatch.setattr(update, "free_nbytes", lambda path: 3 * PARAMS * 12)
+    result = run_update(tmp_path, 2)
+    assert result.exit_code == 1
+    assert "free" in result.stderr
+    assert all(not os.listdir(tmp_path / f"device{i}") for i in range(2))
+
+
+@pytest.mark.parametrize("params", ["0", "-5", "1e6", "", "many", "1.5"])
+def test_update_refuses_what_is_no_count(tmp_path: Path, params: str) -> None:
+    assert run_update(tmp_path, 1, params=params).exit_code == 2
+
+
+def test_update_refuses_a_missing_directory(tmp_path: Path) -> None:
+    result = invoke("update", "--params", "1000", "--devices", tmp_path / "missing")
+    assert result.exit_code == 1
+    assert "missing" in result.stderr
+
+
+def test_update_refuses_the_same_directory_twice(tmp_path: Path) -> None:
+    result = invoke("update", "--params", "1000", "--devices", tmp_path, "--devices", tmp_path)
+    assert result.exit_code == 1
+    assert "twice" in result.stderr
+
+
+def test_update_needs_a_device() -> None:
+    assert invoke("update", "--params", "1000").exit_code == 2
+
+
+def test_an_output_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> None:
+    result = run_update(tmp_path, 1, json=tmp_path / "missing" / "update.json")
+    assert result.exit_code == 2
+    assert "--json" in result.stderr
+
+
+def test_kernel_measures_all_kernels(tmp_path: Path) -> None:
+    output = tmp_path / "kernel.json"
+    small = ["--records", 3, "--record-elements", 10_000, "--rounds", 2]
+    result = invoke("kernel", *small, "--json", output)
+    assert result.exit_code == 0, result.output
+    assert "AdamW(fused=True)" in result.stdout
+    content = read_strictly(output)
+    measured = {(own["name"], own["threads"]) for own in content["kernels"]}
+    names = {name for name, _ in measured}
+    assert names == {
+        "adamw bf16",
+        "adamw fp32",
+        "adamw fp16",
+        "sgd momentum bf16",
+        "adagrad bf16",
+        "land bf16",
+        "accumulate bf16",
+    }
+    assert TORCH not in names
+    assert measured == {(name, threads) for name in names for threads in (1, 2)}
+    assert all(own["mparams_per_s"] > 0 for own in content["kernels"])
+    assert set(content["ratio_to_torch_fused"]) == set(content["torch_fused"]) == {"1", "2"}
+    assert content["ratio_denormal"] > 0
+    assert content["compile_s"]["cold"] > content["compile_s"]["cached"] > 0
+    assert content["rounds"] == 2
