@@ -190,11 +190,14 @@ def distance(ours: Iterable[Tensor], reference: Iterable[Tensor]) -> float:
 def same_bits(ours: Iterable[Tensor], theirs: Iterable[Tensor]) -> bool:
     """Whether all tensors are equal bit for bit (also in the sign of zero, and NaN to NaN)."""
     return all(
-        a.dtype == b.dtype
-        and a.shape == b.shape
-        and torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+        a.dtype == b.dtype and a.shape == b.shape and torch.equal(_bytes(a), _bytes(b))
         for a, b in zip(ours, theirs, strict=True)
     )
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    flat = torch.empty(tensor.numel(), dtype=tensor.dtype)
+    return flat.copy_(tensor.reshape(-1)).view(torch.uint8)
 
 
 def run_python(code: str, *arguments: object, timeout: float = 120) -> subprocess.CompletedProcess:

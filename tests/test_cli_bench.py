@@ -73,6 +73,12 @@ def test_update_measures_in_turns_and_leaves_nothing(tmp_path: Path, num_devices
     assert set(content["stages"]) == {"waiting", "reading", "computing", "writing"}
 
 
+def test_update_works_where_a_device_has_nothing_to_hold(tmp_path: Path) -> None:
+    result = run_update(tmp_path, 3, params=5000, rounds=1, json=tmp_path / "update.json")
+    assert result.exit_code == 0, result.output
+    assert read_strictly(tmp_path / "update.json")["bytes_read"] == 49152 + 12288
+
+
 def test_raw_copy_moves_every_block_of_every_directory(tmp_path: Path) -> None:
     directories = [tmp_path / "a", tmp_path / "b"]
     for directory in directories:

@@ -89,7 +89,8 @@ class TestRun:
             seconds = dict(step["seconds"])
             total = seconds.pop("total")
             assert set(seconds) == {"forward", "backward", "clip", "update"}
-            assert 0.9 * total < sum(seconds.values()) <= total
+            # The rest is between the phases; with a model this small it is no small part.
+            assert 0.3 * total < sum(seconds.values()) <= total
             assert len(step["devices"]) == 2
             for device in step["devices"].values():
                 assert min(device["waiting"], device["reading"]) >= 0
@@ -114,7 +115,8 @@ class TestRun:
         # Control messages weigh something with a model as small as this one.
         assert 4.0 <= float(measured[-1]) < 4.1
         assert next(row for row in rows if row[:1] == ["ZeRO-Infinity"])[-1] == "32.00"
-        assert any(row[:1] == ["loss"] for row in rows)
+        held_out = next(row for row in rows if row[:1] == ["held-out"])
+        assert float(held_out[4]) < float(held_out[2])
         assert (run.output / "run.png").read_bytes().startswith(b"\x89PNG")
 
     def test_weights_load_without_this_library(self, run: FinishedRun) -> None:
@@ -302,12 +304,13 @@ class TestText:
         assert cli_text.take_characters(texts, 40) == ["a" * 10, "b" * 30]
 
     def test_windows_come_once_per_round_in_an_order_of_the_seed(self) -> None:
-        tokens = torch.arange(10 * 4 + 3)
+        tokens = torch.arange(11 * 4 + 3)
 
         def take(count: int, seed: int, skip: int = 0) -> list[Tensor]:
             batches = cli_text.Windows(tokens, 4, 2, seed).batches(skip=skip)
             return [next(batches) for _ in range(count)]
 
+        assert cli_text.Windows(tokens, 4, 2, 7).held_out.tolist() == [[40, 41, 42, 43]]
         epoch = torch.cat(take(5, seed=7))
         assert epoch.shape == (10, 4)
         assert sorted(epoch[:, 0].tolist()) == list(range(0, 40, 4))

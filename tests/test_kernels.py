@@ -77,6 +77,8 @@ PENDING = {
     "none": (1.0, -np.inf, np.inf),
     "factor": (-0.37, -np.inf, np.inf),
     "bounds": (0.7, -0.4, 0.3),
+    "low": (1.3, -0.4, np.inf),
+    "high": (1.0, -np.inf, 0.3),
 }
 
 

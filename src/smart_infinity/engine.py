@@ -10,6 +10,7 @@ forward  <- weights  <-  host link  <-----+
 from __future__ import annotations
 
 import enum
+import errno
 import json
 import logging
 import os
@@ -27,6 +28,8 @@ from smart_infinity import kernels
 from smart_infinity.devices import check_specs, open_device
 from smart_infinity.devices.base import Commit, Device, StepPlan
 from smart_infinity.errors import (
+    DeviceFullError,
+    DeviceIOError,
     ForkedProcessError,
     OptimizerClosedError,
     OptimizerFailedError,
@@ -99,19 +102,22 @@ def offload(
     planned = plan(model, torch_optimizer, len(paths), dtype)
     if budget is None:
         check_memory(planned.layout)
-    _release_previous(model)
+    failed = _failed_engine(model)
     kernels.prepare(planned.layout.optimizer)
     opened: list[Device] = []
     try:
         for index, path in enumerate(paths):
             opened.append(open_device(path, planned.layout, index))
         engine = Engine(model, planned, opened)
-        engine.begin(torch_optimizer.param_groups, dtype, budget, resume)
+        torn_set = failed.set_uuid if failed is not None else None
+        engine.begin(torch_optimizer.param_groups, dtype, budget, resume, torn_set)
     except BaseException:
         for device in opened:
             device.abandon()
             device.close()
         raise
+    if failed is not None:
+        failed.silence()
     _engines[model] = weakref.ref(engine)
     logger.info("%s", engine.summary())
     return model, OffloadedOptimizer(engine, torch_optimizer)
@@ -149,6 +155,7 @@ class Engine:
         """One optimizer step, from landed gradients to committed state."""
         self.guard()
         with deferred_interrupt():
+            self.weights.check_identity()
             active = self.gradients.collect()
             table, counts = self._hyper_parameters(groups, active)
             self.step_was_skipped = not self._all_finite(active)
@@ -203,7 +210,8 @@ class Engine:
                     rows[count] = self._kernel.row(group, count)
                 own = rows[count]
                 table[index, T_ACTIVE] = 1
-                table[index, T_FACTOR:T_OWN] = self.gradients.pending(index)
+                with np.errstate(over="ignore"):  # an infinite factor: the step will be skipped
+                    table[index, T_FACTOR:T_OWN] = self.gradients.pending(index)
                 table[index, T_OWN : T_OWN + len(own)] = own
         return table, counts
 
@@ -236,13 +244,25 @@ class Engine:
         dtype: torch.dtype | None,
         device_memory: int | None,
         resume: bool | None,
+        torn_set: str | None,
     ) -> None:
-        """Make the first state or continue the one found; hooks come last, when all is well."""
-        found = recover(self.devices, self.layout, resume)
+        """Make the first state or continue the one found; hooks come last, when all is well.
+
+        ``torn_set`` is the set whose failure tore the model's weights, or None.
+        """
+        found = recover(self.devices, self.layout, resume, torn_set)
         for device in self.devices:
             device.attach(device_memory)
         if found is None:
-            self._begin_anew(groups)
+            try:
+                self._begin_anew(groups)
+            except DeviceIOError as error:
+                if error.errno != errno.ENOSPC:
+                    raise
+                raise DeviceFullError(
+                    f"device {error.device}: its file system became full while {error.path} was "
+                    "written. Free some space, or add a device; nothing was left reserved"
+                ) from error
             self._cast(dtype)
         else:
             self._cast(dtype)
@@ -253,16 +273,8 @@ class Engine:
         )
 
     def _begin_anew(self, groups: Groups) -> None:
-        for index, device in enumerate(self.devices):
-            superblock = Superblock(
-                FORMAT_VERSION,
-                self._set_uuid,
-                index,
-                len(self.devices),
-                self.layout.hash(),
-                self.layout.optimizer,
-            )
-            device.create(superblock)
+        for device in self.devices:
+            device.create()
         formats = [FORMAT_OF_DTYPE[DTYPES[p.dtype]] for p in self._parameters]
         moments: list[list[float]] = [[] for _ in self._parameters]
         for group in groups:
@@ -276,6 +288,18 @@ class Engine:
                 self.weights.port(index), formats, moments, commit
             )
         )
+        # Superblocks come last: where there is one, there is a state.
+        for index, device in enumerate(self.devices):
+            device.seal(
+                Superblock(
+                    FORMAT_VERSION,
+                    self._set_uuid,
+                    index,
+                    len(self.devices),
+                    self.layout.hash(),
+                    self.layout.optimizer,
+                )
+            )
 
     def _continue_from(self, found: Sequence[LedgerRecord], groups: Groups) -> None:
         superblock = self.devices[0].identify()
@@ -354,12 +378,22 @@ class Engine:
                 f"step, {self.committed_step}"
             )
 
-    def silence(self) -> None:
-        """Take the alarms of a failure off the model, which is being offloaded anew."""
+    @property
+    def set_uuid(self) -> str:
+        """Names the set of devices that holds the state."""
+        return self._set_uuid
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether weights and state may disagree; raises if the engine still runs."""
         if self._state is _State.OPEN:
             raise UnsupportedError(
                 "the model is offloaded already. Call close() on its optimizer first"
             )
+        return self._state is _State.FAILED
+
+    def silence(self) -> None:
+        """Take the alarms of a failure off the model, which has been offloaded anew."""
         for alarm in self._alarms:
             alarm.remove()
 
@@ -417,8 +451,7 @@ class Engine:
         return [future.result() for future in futures]
 
 
-def _release_previous(model: torch.nn.Module) -> None:
+def _failed_engine(model: torch.nn.Module) -> Engine | None:
     reference = _engines.get(model)
     previous = reference() if reference is not None else None
-    if previous is not None:
-        previous.silence()
+    return previous if previous is not None and previous.has_failed else None

@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from smart_infinity.devices.base import Device
-from smart_infinity.errors import StateExistsError, StateMismatchError
+from smart_infinity.errors import CorruptStateError, StateExistsError, StateMismatchError
 from smart_infinity.layout import Layout
 from smart_infinity.storage.ledger import LedgerRecord, newest_common
 from smart_infinity.storage.slots import Superblock, read_layout
 
 
 def recover(
-    devices: Sequence[Device], layout: Layout, resume: bool | None
+    devices: Sequence[Device],
+    layout: Layout,
+    resume: bool | None,
+    torn_set: str | None = None,
 ) -> list[LedgerRecord] | None:
     """The records to continue from, one per device, or None to begin anew.
 
@@ -22,8 +25,17 @@ def recover(
     if resume is False:
         return None
     ledgers = [device.recorded_steps() for device in devices]
+    for device, records in zip(devices, ledgers, strict=True):
+        if not records and device.identify() is not None:
+            raise CorruptStateError(
+                f"device {device.path} has a superblock, but no record in its ledger is whole. "
+                "Expected at least one; restore the directory from a copy, or discard the state "
+                "with resume=False"
+            )
     if all(record.step == 0 for records in ledgers for record in records):
-        return None
+        if torn_set is None:
+            return None
+        return _first_state(devices, layout, resume, torn_set, ledgers)
     problem = _mismatch(devices, layout)
     if resume is None:
         held = max(record.step for records in ledgers for record in records)
@@ -38,6 +50,34 @@ def recover(
             "the run to be continued; pass resume=False to discard the state"
         )
     return newest_common(ledgers)
+
+
+def _first_state(
+    devices: Sequence[Device],
+    layout: Layout,
+    resume: bool | None,
+    torn_set: str,
+    ledgers: Sequence[Sequence[LedgerRecord]],
+) -> list[LedgerRecord]:
+    """Step 0 of the set whose very first step failed.
+
+    The model's weights are partly of that step, so they are no beginning for anything.
+    """
+    superblocks = [device.identify() for device in devices]
+    if any(own is None or own.set_uuid != torn_set for own in superblocks):
+        raise StateMismatchError(
+            f"the model's weights are torn by a failure of set {torn_set}, and the directories "
+            f"{[device.path for device in devices]} do not hold that set. Expected its "
+            "directories with resume=True; or load weights into the model and pass resume=False"
+        )
+    problem = _mismatch(devices, layout)
+    if resume is None or problem:
+        raise StateExistsError(
+            f"the first step failed and tore the model's weights{': ' + problem if problem else ''}"
+            ". Pass resume=True to go back to the state before it, or load weights into the model "
+            "and pass resume=False to begin anew"
+        )
+    return [records[0] for records in ledgers]
 
 
 def _mismatch(devices: Sequence[Device], layout: Layout) -> str:

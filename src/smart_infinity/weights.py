@@ -84,11 +84,18 @@ class HostWeights:
             for device, number, start, length in self._pieces_of[index]:
                 self._fingerprints[device][number] = self._digest(index, start, length)
 
+    def check_identity(self) -> None:
+        """Refuse parameters that were replaced, converted or reshaped since `offload()`.
+
+        Before a step looks at any gradient: a replaced parameter has none, and would be left alone.
+        """
+        for index, parameter in enumerate(self._parameters):
+            self._check_identity(index, parameter)
+
     def find_edits(self) -> list[frozenset[int]]:
         """By device, the numbers of the pieces whose words are not those that last arrived."""
         edited: list[set[int]] = [set() for _ in self._layout.devices]
         for index, parameter in enumerate(self._parameters):
-            self._check_identity(index, parameter)
             if parameter.data_ptr() != self._pointers[index] or not parameter.is_contiguous():
                 self._bind(index)
             for device, number, start, length in self._pieces_of[index]:
@@ -120,13 +127,7 @@ class HostWeights:
         return checksum(self._words[index][start : start + length])
 
     def _bind(self, index: int) -> None:
-        parameter, spec = self._parameters[index], self._layout.parameters[index]
-        if tuple(parameter.shape) != spec.shape:
-            raise UnsupportedError(
-                f"parameter {spec.name} has shape {tuple(parameter.shape)} now and had "
-                f"{spec.shape} at offload(). Close the optimizer, and call offload() again after "
-                "a change of shape"
-            )
+        parameter = self._parameters[index]
         if not parameter.is_contiguous():
             parameter.data = parameter.data.contiguous()
         self._words[index] = words_of(parameter)
@@ -147,6 +148,12 @@ class HostWeights:
                 f"parameter {spec.name} is {parameter.dtype} on {parameter.device} now and was "
                 f"{spec.dtype} on the CPU at offload(). Do not convert or move the model after "
                 "offload(); pass dtype= to offload() instead"
+            )
+        if tuple(parameter.shape) != spec.shape:
+            raise UnsupportedError(
+                f"parameter {spec.name} has shape {tuple(parameter.shape)} now and had "
+                f"{spec.shape} at offload(). Close the optimizer, and call offload() again after "
+                "a change of shape"
             )
 
 

@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
@@ -48,8 +48,7 @@ class Workers:
                     return
                 task(buffer)
 
-        for future in [self._pool.submit(work, buffer) for buffer in self._buffers]:
-            future.result()
+        _finish([self._pool.submit(work, buffer) for buffer in self._buffers])
 
     def close(self) -> None:
         """End the threads."""
@@ -180,12 +179,12 @@ class RawCopy:
     def run(self) -> float:
         """Copy everything once; returns the seconds it took."""
         begin = time.perf_counter()
-        futures = [
-            self._drivers.submit(_copy, pair, own)
-            for pair, own in zip(self._pairs, self._workers, strict=True)
-        ]
-        for future in futures:
-            future.result()
+        _finish(
+            [
+                self._drivers.submit(_copy, pair, own)
+                for pair, own in zip(self._pairs, self._workers, strict=True)
+            ]
+        )
         return time.perf_counter() - begin
 
     def close(self) -> None:
@@ -197,6 +196,13 @@ class RawCopy:
         for each in own:
             self._stack.callback(each.close)
         return own
+
+
+def _finish(futures: Sequence[Future[None]]) -> None:
+    """Wait for every thread, so that no file is closed under one, and then raise."""
+    wait(futures)
+    for future in futures:
+        future.result()
 
 
 def _copy(pair: tuple[ScratchFile, ScratchFile], own: Workers) -> None:

@@ -137,6 +137,21 @@ def train_steps(
         )
 
 
+def evaluate(
+    model: torch.nn.Module, windows: "Tensor", compute: AbstractContextManager[Any]
+) -> float | None:
+    """Mean loss over windows, one at a time; None where there are none or it is not finite."""
+    if not len(windows):
+        return None
+    model.eval()
+    with torch.no_grad(), compute:
+        losses = [
+            model(input_ids=window, labels=window).loss.item() for window in windows.unsqueeze(1)
+        ]
+    model.train()
+    return _finite(sum(losses) / len(losses))
+
+
 class PhaseClock:
     """Adds up wall-clock time by phase; every moment belongs to exactly one."""
 

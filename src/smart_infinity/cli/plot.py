@@ -1,6 +1,6 @@
 """``run.png``: loss, time per phase, and bytes over the host link, of one run."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ PHASE_COLORS = {
 }
 LINK_COLORS = ("#0072B2", "#E69F00", "#009E73", "#56B4E9", "#CC79A7")
 LOSS_COLOR = "#0072B2"
+HELD_OUT_COLOR = "#D55E00"
 TEXT_COLOR = "#333333"
 GRID_COLOR = "#DDDDDD"
 STYLE: dict[Any, Any] = {
@@ -55,7 +56,7 @@ def plot_run(record: RunRecord, path: Path, *, title: str) -> bool:
         FigureCanvasAgg(figure)
         figure.suptitle(f"{title}\n", x=0.012, ha="left", fontsize=12)
         loss, time, link = figure.subplots(1, 3, width_ratios=(1, 1, 1.25))
-        _plot_loss(loss, record.steps)
+        _plot_loss(loss, record.steps, record.held_out)
         _plot_time(time, record.steps)
         measured = LinkFormula("measured", record.measured())
         _plot_link(link, [*record.formulas(), measured])
@@ -63,22 +64,47 @@ def plot_run(record: RunRecord, path: Path, *, title: str) -> bool:
     return True
 
 
-def _plot_loss(axes: Any, steps: Sequence[StepMetrics]) -> None:
+def _plot_loss(axes: Any, steps: Sequence[StepMetrics], held_out: Mapping[int, float]) -> None:
     axes.set_title("Loss")
     numbers = [step.step for step in steps]
     losses = [float("nan") if step.loss is None else step.loss for step in steps]
     axes.plot(
-        numbers, losses, color=LOSS_COLOR, marker="o", markersize=3, alpha=0.45, lw=1, label="step"
+        numbers,
+        losses,
+        color=LOSS_COLOR,
+        marker="o",
+        markersize=3,
+        alpha=0.45,
+        lw=1,
+        label="training, each step",
     )
     if len(steps) >= MIN_STEPS_FOR_MEAN:
         # A batch of one window says little about the model; the mean shows the trend.
         width = max(5, len(steps) // 10)
         means = [sum(losses[end - width : end]) / width for end in range(width, len(losses) + 1)]
         axes.plot(
-            numbers[width - 1 :], means, color=LOSS_COLOR, lw=2.2, label=f"mean of {width} steps"
+            numbers[width - 1 :],
+            means,
+            color=LOSS_COLOR,
+            lw=2.2,
+            label=f"training, mean of {width} steps",
         )
-        axes.margins(y=0.12)  # room for the legend
-        axes.legend(frameon=False, loc="upper right")
+    if held_out:
+        # Between the step before and the step after.
+        places = [step + 0.5 for step in held_out]
+        axes.plot(
+            places,
+            list(held_out.values()),
+            color=HELD_OUT_COLOR,
+            marker="D",
+            markersize=5,
+            ls="--",
+            clip_on=False,
+            label="held-out text",
+        )
+    low, high = axes.get_ylim()
+    axes.set_ylim(low, high + 0.3 * (high - low))  # room for the legend
+    axes.legend(frameon=False, loc="upper right")
     axes.grid(axis="y", color=GRID_COLOR)
     _label_steps(axes, numbers)
 

@@ -55,7 +55,13 @@ def own_formula(bytes_per_weight: int, accumulate: int) -> LinkFormula:
 
 
 class RunRecord:
-    """The steps of a run, in memory and in ``metrics.jsonl``."""
+    """The steps of a run, in memory and in ``metrics.jsonl``.
+
+    Attributes:
+        steps: what each step did, kept lines of an earlier part included.
+        held_out: by number of steps made, the loss over windows that are not trained on.
+        committed_step: how many steps the devices hold.
+    """
 
     def __init__(
         self,
@@ -71,6 +77,7 @@ class RunRecord:
         self.accumulate = accumulate
         self.committed_step = keep_until_step
         self.steps: list[StepMetrics] = []
+        self.held_out: dict[int, float] = {}
         self._file: IO[str] | None = None
         if path is None:
             return
@@ -153,8 +160,9 @@ def _format_bytes(value: float) -> str:
     return f"{value:.2f}" if value >= 0.005 else "<0.01"
 
 
-def run_table(steps: Sequence[StepMetrics]) -> Table:
+def run_table(record: RunRecord) -> Table:
     """Loss, speed, and where the time went."""
+    steps = record.steps
     title = f"Steps {steps[0].step} to {steps[-1].step}"
     table = Table(title=title, show_header=False, box=box.SIMPLE_HEAD)
     table.add_column(style="bold")
@@ -165,7 +173,11 @@ def run_table(steps: Sequence[StepMetrics]) -> Table:
         count = min(NUM_STEPS_IN_LOSS_MEAN, max(1, len(losses) // 2))
         start, end = sum(losses[:count]) / count, sum(losses[-count:]) / count
         note = "" if count == 1 else f"means of first and last {count} steps"
-        table.add_row("loss", f"{start:.4f} -> {end:.4f}", note)
+        table.add_row("training loss", f"{start:.4f} -> {end:.4f}", note)
+    if len(record.held_out) > 1:
+        (first, before), (last, after) = min(record.held_out.items()), max(record.held_out.items())
+        note = f"after {first} and after {last} steps, on text not trained on"
+        table.add_row("held-out loss", f"{before:.4f} -> {after:.4f}", note)
     num_skipped = sum(step.skipped for step in steps)
     if num_skipped:
         table.add_row("skipped", str(num_skipped), "a gradient was not finite")

@@ -67,7 +67,7 @@ def _train(
 
     import smart_infinity
     from smart_infinity.cli.compute import matmul_context
-    from smart_infinity.cli.loop import train_steps
+    from smart_infinity.cli.loop import evaluate, train_steps
     from smart_infinity.cli.progress import TrainingDisplay
     from smart_infinity.cli.report import RunRecord
 
@@ -104,9 +104,18 @@ def _train(
             accumulate=options.accumulate,
         )
         stack.callback(record.close)
+        compute = matmul_context(dtype)
+
+        def note_held_out_loss() -> None:
+            loss = evaluate(model, windows.held_out, compute)
+            if loss is not None:
+                record.held_out[optimizer.steps] = loss
+
         display = TrainingDisplay(completed=steps_before, total=options.steps)
         interrupted = False
         try:
+            with status("measuring the loss before"):
+                note_held_out_loss()
             with display:
                 for metrics in train_steps(
                     model,
@@ -116,10 +125,12 @@ def _train(
                     last_step=options.steps,
                     accumulate=options.accumulate,
                     max_grad_norm=options.max_grad_norm,
-                    compute=matmul_context(dtype),
+                    compute=compute,
                 ):
                     record.append(metrics)
                     display.show(metrics)
+            with status("measuring the loss after"):
+                note_held_out_loss()
         except KeyboardInterrupt:
             interrupted = True
         record.committed_step = optimizer.steps
@@ -152,7 +163,7 @@ def _report(options: TrainOptions, record: "RunRecord") -> None:
     from smart_infinity.cli.plot import PLOT_INSTALL, plot_run
     from smart_infinity.cli.report import link_table, run_table
 
-    print_result(run_table(record.steps), link_table(record))
+    print_result(run_table(record), link_table(record))
     if options.output is None:
         return
     if plot_run(record, options.output / "run.png", title=_title(options)):

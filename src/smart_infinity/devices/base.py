@@ -75,8 +75,8 @@ class Device(ABC):
         """All whole ledger records of the state found, newest first."""
 
     @abstractmethod
-    def create(self, superblock: Superblock) -> None:
-        """Discard what is there, reserve storage, and remember to be that device of the set."""
+    def create(self) -> None:
+        """Discard what is there and reserve storage."""
 
     @abstractmethod
     def attach(self, device_memory: int | None) -> None:
@@ -96,6 +96,10 @@ class Device(ABC):
             formats: the number format of each parameter's words as they are now.
             moments: by parameter, the initial value of each state tensor.
         """
+
+    @abstractmethod
+    def seal(self, superblock: Superblock) -> None:
+        """Remember to be that device of the set, now that every device holds its first state."""
 
     @abstractmethod
     def restore(self, record: LedgerRecord, host: HostPort) -> bytes:

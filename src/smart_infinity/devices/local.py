@@ -109,7 +109,7 @@ class LocalDevice(Device):
         finally:
             ledger.close()
 
-    def create(self, superblock: Superblock) -> None:
+    def create(self) -> None:
         """See `Device.create`. A full disk raises `DeviceFullError` and leaves nothing behind."""
         slots.discard(self.path)
         self._created = True
@@ -132,7 +132,6 @@ class LocalDevice(Device):
         except DeviceFullError:
             self.abandon()
             raise
-        slots.write_superblock(self.path, superblock, self._layout.to_json())
 
     def _full(self, needed: int, available: int) -> DeviceFullError:
         return DeviceFullError(
@@ -194,6 +193,10 @@ class LocalDevice(Device):
         self._written = {}
         self._run(self._plan.records, compute, None)
         self.commit(commit)
+
+    def seal(self, superblock: Superblock) -> None:
+        """See `Device.seal`."""
+        slots.write_superblock(self.path, superblock, self._layout.to_json())
 
     def restore(self, record: LedgerRecord, host: HostPort) -> bytes:
         """See `Device.restore`."""

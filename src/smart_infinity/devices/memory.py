@@ -55,7 +55,7 @@ class LandingZone:
         zone32 = self.grads32[run.device_offset : run.device_offset + run.length]
         source16, source32 = _sources(form, words)
         squares, peaks = self._partials(run)
-        factor, low, high = map(np.float32, pending)
+        factor, low, high = _as_float32(pending)
         self.formats[index] = F32
         return int(
             landing.accumulate(
@@ -91,7 +91,7 @@ class LandingZone:
         run, form = self._runs[index], int(self.formats[index])
         zone16, zone32 = self._zones(run, form)
         out = np.empty(run.num_blocks, np.float64)
-        factor, low, high = map(np.float32, pending)
+        factor, low, high = _as_float32(pending)
         landing.block_norms(form, zone16, zone32, factor, low, high, float(power), out)
         return out
 
@@ -101,7 +101,7 @@ class LandingZone:
         out = np.empty(run.length, np.float32)
         decode(form, *self._zones(run, form), out)
         if pending != NO_PENDING:
-            scale_and_clamp(out, *map(np.float32, pending))
+            scale_and_clamp(out, *_as_float32(pending))
         return out
 
     def _zones(self, run: Run, form: int) -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.float32]]:
@@ -113,6 +113,11 @@ class LandingZone:
     def _partials(self, run: Run) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.uint32]]:
         blocks = slice(run.first_block, run.first_block + run.num_blocks)
         return self._squares[blocks], self._peaks[blocks]
+
+
+def _as_float32(pending: Pending) -> npt.NDArray[np.float32]:
+    with np.errstate(over="ignore"):  # beyond fp32 is infinite, as in torch
+        return np.array(pending, np.float32)
 
 
 def _sources(form: int, words: Words) -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.float32]]:

@@ -46,6 +46,14 @@ def _peak_bits(values: Any) -> Any:
 
 
 @njit(**JIT)
+def _copy(source: Any, target: Any) -> None:
+    # Not a slice assignment: Numba's formats an error message for shapes that differ, and
+    # compiling its string functions takes a quarter of a first start.
+    for i in range(target.size):
+        target[i] = source[i]
+
+
+@njit(**JIT)
 def land(
     form: Any,
     source16: Any,
@@ -68,10 +76,10 @@ def land(
         end = min(begin + BLOCK, size)
         values = scratch[: end - begin]
         if form == F32:
-            target32[begin:end] = source32[begin:end]
+            _copy(source32[begin:end], target32[begin:end])
             decode(form, source16, source32[begin:end], values)
         else:
-            target16[begin:end] = source16[begin:end]
+            _copy(source16[begin:end], target16[begin:end])
             decode(form, source16[begin:end], source32, values)
         squares[block] = _sum_of_squares(values)
         peaks[block] = _peak_bits(values)
@@ -116,7 +124,7 @@ def accumulate(
             decode(form, source16[begin:end], source32, added)
         for i in range(values.size):
             values[i] += added[i]
-        zone32[begin:end] = values
+        _copy(values, zone32[begin:end])
         squares[block] = _sum_of_squares(values)
         peaks[block] = _peak_bits(values)
         highest = max(highest, peaks[block])

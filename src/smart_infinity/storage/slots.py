@@ -29,7 +29,8 @@ from smart_infinity.layout import FORMAT_VERSION
 SUPERBLOCK, LAYOUT, LEDGER, LOCK = "superblock.json", "layout.json", "ledger", "lock"
 STATE = ("state.0", "state.1")
 BLOB = ("blob.0", "blob.1")
-OUR_FILES = (SUPERBLOCK, LAYOUT, *STATE, LEDGER, *BLOB)
+# In the order of removal: what makes the rest a state goes first.
+OUR_FILES = (SUPERBLOCK, LEDGER, LAYOUT, *STATE, *BLOB)
 
 
 @dataclass(frozen=True, slots=True)
