@@ -7,6 +7,7 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -32,10 +33,12 @@ from smart_infinity import OffloadedGradient
 from smart_infinity.errors import (
     DeviceBusyError,
     DeviceFullError,
+    DeviceMemoryError,
     DeviceSpecError,
     ForkedProcessError,
     OptimizerClosedError,
     SmartInfinityError,
+    StateExistsError,
     UnsupportedError,
 )
 
@@ -133,17 +136,27 @@ def test_a_directory_that_is_not_writable(
         offload(model, adamw(model), [device])
 
 
-@pytest.mark.parametrize("pages", [2, 6, 8, 9, 10, 11, 12])
-def test_a_full_file_system(
-    pages: int, mount: Callable[..., Path], tmp_path: Path, model: nn.Module
+@pytest.mark.parametrize("pages", [*range(1, 15)])
+def test_a_full_file_system_is_refused_before_training(
+    pages: int, mount: Callable[..., Path], tmp_path: Path
 ) -> None:
-    (roomy,) = directories(tmp_path, 1)
-    full = mount("-t", "tmpfs", "-o", f"size={pages * 4}k", "none")
-    with pytest.raises(DeviceFullError, match="Free some space, or add a device") as caught:
-        offload(model, adamw(model), [roomy, full])
-    assert str(full) in str(caught.value)
-    assert files_of(roomy) == files_of(full) == [], "nothing remains reserved"
-    offload(model, adamw(model), [roomy]).close()
+    """Whatever the room: either nothing remains reserved, or the space suffices for training."""
+    model, (roomy,) = small_net(), directories(tmp_path, 1)
+    given = weights_of(model)
+    tight = mount("-t", "tmpfs", "-o", f"size={4 * pages}k", "none")
+    try:
+        optimizer = offload(model, adamw(model), [roomy, tight])
+    except DeviceFullError as error:
+        assert pages < 14, "ten pages of files, and the lock"
+        assert str(tight) in str(error)
+        assert "Free some space, or add a device" in str(error)
+        assert files_of(roomy) == files_of(tight) == [], "nothing remains reserved"
+        assert same_bits(weights_of(model), given)
+        offload(model, adamw(model), [roomy]).close()
+    else:
+        assert pages > 2
+        with optimizer:
+            train(model, optimizer, range(3), net_loss)
 
 
 @pytest.mark.parametrize("nth", [1, 2, 3, 4])
@@ -179,6 +192,7 @@ def test_a_directory_in_use_by_this_process(tmp_path: Path, model: nn.Module) ->
 
 HOLDER = """
 import sys
+import threading
 from pathlib import Path
 from helpers import *
 model = small_net()
@@ -505,6 +519,24 @@ def test_data_loader_workers_fork_during_training(tmp_path: Path) -> None:
             assert optimizer.steps == 8
         results.append(weights_of(model))
     assert same_bits(*results)
+
+
+def test_no_descriptor_and_no_thread_stays_behind(tmp_path: Path, model: nn.Module) -> None:
+    def held() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+    devices, other = directories(tmp_path, 3), small_net()
+    with offload(other, adamw(other), devices[:1]) as optimizer:
+        train(other, optimizer, range(1), net_loss)
+    before = held()
+    for _ in range(3):
+        with pytest.raises(StateExistsError):
+            offload(other, adamw(other), devices[:1])
+        with pytest.raises(DeviceMemoryError):
+            offload(model, adamw(model), devices[1:], device_memory=5)
+        with offload(other, adamw(other), devices[:1], resume=True) as optimizer:
+            train(other, optimizer, range(1), net_loss)
+    assert held() == before
 
 
 def test_errors_are_a_closed_set(tmp_path: Path, model: nn.Module) -> None:

@@ -143,7 +143,7 @@ def test_update_refuses_a_missing_directory(tmp_path: Path) -> None:
 
 
 def test_update_refuses_the_same_directory_twice(tmp_path: Path) -> None:
-    result = invoke("update", "--params", "1000", "--devices", tmp_path, "--devices", tmp_path)
+    result = invoke("update", "--params", "1000", "--devices", tmp_path, tmp_path)
     assert result.exit_code == 1
     assert "twice" in result.stderr
 

@@ -211,11 +211,12 @@ def test_interrupted_run_can_be_resumed(text: Path, tmp_path: Path) -> None:
         [*command, "--steps", "1000000"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
         assert process.stderr is not None
-        for line in process.stderr:
-            if line.startswith("step "):
-                break
+        errors = ""
+        while (line := process.stderr.readline()) and not line.startswith("step "):
+            errors += line
+        assert line, errors
         os.kill(process.pid, signal.SIGINT)
-        errors = process.stderr.read()
+        errors += process.stderr.read()
         assert process.wait(timeout=120) == 130, errors
     assert "Traceback" not in errors
     assert "--resume" in errors

@@ -495,3 +495,65 @@ def test_training_goes_on_after_a_refusal(pair: Pair) -> None:
     train(ours, optimizer, range(3), odd_loss)
     train(twin, theirs, range(3), odd_loss)
     assert_near(ours, twin)
+
+
+# --- at the edges ----------------------------------------------------------------------------
+
+
+def test_clamping_makes_infinities_finite_as_in_torch(pair: Pair) -> None:
+    ours, optimizer, twin, _ = pair
+    for model in (ours, twin):
+        model[2].weight.register_hook(lambda g: g.index_fill(0, torch.tensor([3]), math.inf))
+    backward(ours, twin)
+    for model in (ours, twin):
+        nn.utils.clip_grad_value_(model.parameters(), 0.01)
+    step_both(pair)
+    assert not optimizer.step_was_skipped
+
+
+def test_gradients_from_before_offload_count(tmp_path: Path) -> None:
+    ours, twin = odd_net(), odd_net()
+    backward(ours, twin)
+    with offload(ours, adamw(ours), directories(tmp_path, 2)) as optimizer:
+        backward(ours, twin, seed=1)
+        assert_close(grads(ours), [q.grad for q in twin.parameters()])
+        step_both((ours, optimizer, twin, adamw(twin)))
+
+
+def test_parameters_outside_the_optimizer_keep_plain_gradients(tmp_path: Path) -> None:
+    model = odd_net()
+    inside = list(model[2].parameters())
+    source = torch.optim.AdamW(inside, lr=1e-2)
+    with offload(model, source, directories(tmp_path, 1), dtype=torch.bfloat16) as optimizer:
+        before = weights_of(model)
+        backward(model)
+        for p in model.parameters():
+            assert (type(p.grad) is OffloadedGradient) is any(p is q for q in inside)
+        optimizer.step()
+        for p, old in zip(model.parameters(), before, strict=True):
+            assert torch.equal(p, old) is not any(p is q for q in inside)
+
+
+def test_unfreezing_late_is_refused(tmp_path: Path) -> None:
+    model = odd_net()
+    model[0].requires_grad_(False)
+    with offload(model, adamw(model), directories(tmp_path, 1)) as optimizer:
+        backward(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        model[0].requires_grad_(True)
+        backward(model)
+        with pytest.raises(UnsupportedError, match="frozen at offload"):
+            optimizer.step()
+
+
+def test_freezing_late_leaves_a_parameter_alone(pair: Pair) -> None:
+    ours, _, twin, _ = pair
+    for seed in range(3):
+        if seed == 1:
+            for model in (ours, twin):
+                model[0].requires_grad_(False)
+        for model in (ours, twin):
+            model.zero_grad()
+        backward(ours, twin, seed=seed)
+        step_both(pair)

@@ -351,7 +351,7 @@ class LocalSet:
             for device, number in self.layout.runs_of[index]:
                 run = self.layout.devices[device].runs[number]
                 own = words[run.start : run.start + run.length]
-                self.devices[device].land_gradient(number, form, own)
+                self.devices[device].gradients.land(number, form, own)
             self.counts[index] += 1
             row = OPTIMIZERS["adamw"].row(GROUP, int(self.counts[index]))
             table[index, :T_OWN] = 1, 1, -np.inf, np.inf
@@ -589,7 +589,7 @@ def test_read_state_of_a_run_that_spans_records(make_set) -> None:
     assert master.size == run.length
     np.testing.assert_array_equal(own.host.words[0], encode_reference(own.forms[0], master))
     assert len(moments) == 2
-    np.testing.assert_array_equal(own.devices[0].read_gradient(0, NO_PENDING).size, run.length)
+    np.testing.assert_array_equal(own.devices[0].gradients.read(0, NO_PENDING).size, run.length)
 
 
 # --- what a local device refuses -----------------------------------------------------------------

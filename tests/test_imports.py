@@ -20,8 +20,9 @@ FLOORS: list[set[str]] = [
     {"storage"},
     {"devices"},
     {"link"},
-    {"weights", "recipe", "recovery"},
-    {"gradients", "optimizer", "planning"},
+    {"weights", "recipe", "recovery", "guard"},
+    {"gradients", "optimizer", "planning", "hyperparameters"},
+    {"stream"},
     {"engine"},
     {ROOT},  # the package's public names
     {"benchmarks"},
@@ -29,8 +30,6 @@ FLOORS: list[set[str]] = [
 ]
 WITHOUT_TORCH = {"errors", "layout", "interrupts", "kernels", "storage", "devices", "link"}
 MAX_LINES = 400
-# These exceed the house rule and must not grow further.
-LONGER = {"devices/local.py": 500, "engine.py": 500, "gradients.py": 500}
 
 
 def module_name(path: Path) -> str:
@@ -155,4 +154,4 @@ print(sorted(OPTIMIZERS))
 def test_files_are_short() -> None:
     for path in MODULES.values():
         name = path.relative_to(SOURCE).as_posix()
-        assert len(path.read_text().splitlines()) <= LONGER.get(name, MAX_LINES), name
+        assert len(path.read_text().splitlines()) <= MAX_LINES, name

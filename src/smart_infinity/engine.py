@@ -9,7 +9,6 @@ forward  <- weights  <-  host link  <-----+
 
 from __future__ import annotations
 
-import enum
 import errno
 import json
 import logging
@@ -30,23 +29,18 @@ from smart_infinity.devices.base import Commit, Device, StepPlan
 from smart_infinity.errors import (
     DeviceFullError,
     DeviceIOError,
-    ForkedProcessError,
-    OptimizerClosedError,
-    OptimizerFailedError,
     StateMismatchError,
     UnsupportedError,
 )
-from smart_infinity.gradients import GradientStream
+from smart_infinity.guard import Guard, State
+from smart_infinity.hyperparameters import step_table
 from smart_infinity.interrupts import deferred_interrupt
 from smart_infinity.kernels.formats import FORMAT_OF_DTYPE
-from smart_infinity.kernels.frame import T_ACTIVE, T_FACTOR, T_OWN, TABLE_COLUMNS
 from smart_infinity.layout import FORMAT_VERSION
 from smart_infinity.link import HostLink
 from smart_infinity.optimizer import OffloadedOptimizer
 from smart_infinity.planning import Plan, check_memory, parse_bytes, plan
 from smart_infinity.recipe import (
-    check_group,
-    counts_step,
     initial_moment,
     restore_scalars,
     scalars,
@@ -54,6 +48,7 @@ from smart_infinity.recipe import (
 from smart_infinity.recovery import recover
 from smart_infinity.storage.ledger import LedgerRecord
 from smart_infinity.storage.slots import Superblock
+from smart_infinity.stream import GradientStream
 from smart_infinity.weights import DTYPES, HostWeights
 
 logger = logging.getLogger("smart_infinity")
@@ -117,16 +112,10 @@ def offload(
             device.close()
         raise
     if failed is not None:
-        failed.silence()
+        failed.guard.silence()
     _engines[model] = weakref.ref(engine)
     logger.info("%s", engine.summary())
     return model, OffloadedOptimizer(engine, torch_optimizer)
-
-
-class _State(enum.Enum):
-    OPEN = "open"
-    FAILED = "failed"
-    CLOSED = "closed"
 
 
 class Engine:
@@ -145,9 +134,7 @@ class Engine:
         self._kernel = kernels.OPTIMIZERS[planned.layout.optimizer]
         self._set_uuid, self._attempt = str(uuid.uuid4()), os.urandom(16)
         self._pool = ThreadPoolExecutor(len(devices), thread_name_prefix="smart-infinity")
-        self._state, self._error = _State.OPEN, ""
-        self._pid = os.getpid()
-        self._alarms: list[Any] = []
+        self.guard = Guard()
 
     # --- the step --------------------------------------------------------------------------
 
@@ -157,7 +144,9 @@ class Engine:
         with deferred_interrupt():
             self.weights.check_identity()
             active = self.gradients.collect()
-            table, counts = self._hyper_parameters(groups, active)
+            table, counts = step_table(
+                self.layout, groups, self._index_of, self._counts, active, self.gradients.pending
+            )
             self.step_was_skipped = not self._all_finite(active)
             if self.step_was_skipped or not active.any():
                 return
@@ -170,7 +159,8 @@ class Engine:
                     )
                 )
             except BaseException as error:
-                self._fail(error)
+                self._release()
+                self.guard.alarm(self._model(), error)
                 raise
             self.weights.announce(active)
             self.steps = self.committed_step = commit.step
@@ -181,39 +171,6 @@ class Engine:
         device.update(step, self.weights.port(index))
         self.link.count("control", len(commit.blob))
         device.commit(commit)
-
-    def _hyper_parameters(
-        self, groups: Groups, active: npt.NDArray[np.bool_]
-    ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
-        """The step's table, a row per parameter, and the parameters' step counts after it."""
-        table = np.zeros((len(self._parameters), TABLE_COLUMNS), np.float32)
-        counts = self._counts.copy()
-        for number, group in enumerate(groups):
-            check_group(number, group)
-            if not self.layout.moments and group.get("momentum"):
-                raise UnsupportedError(
-                    f"momentum in param_groups[{number}] is {group['momentum']} now and was 0 in "
-                    "all groups at offload(), so the devices keep no buffer for it. Set momentum "
-                    "before offload()"
-                )
-            rows: dict[int, list[float]] = {}
-            for parameter in group["params"]:
-                index = self._index_of.get(id(parameter))
-                if index is None:
-                    self._refuse_late_gradient(number, parameter)
-                    continue
-                if not active[index]:
-                    continue
-                counts[index] += counts_step(self.layout.optimizer, group)
-                count = int(counts[index])
-                if count not in rows:
-                    rows[count] = self._kernel.row(group, count)
-                own = rows[count]
-                table[index, T_ACTIVE] = 1
-                with np.errstate(over="ignore"):  # an infinite factor: the step will be skipped
-                    table[index, T_FACTOR:T_OWN] = self.gradients.pending(index)
-                table[index, T_OWN : T_OWN + len(own)] = own
-        return table, counts
 
     def _all_finite(self, active: npt.NDArray[np.bool_]) -> bool:
         for index in np.flatnonzero(active):
@@ -228,13 +185,6 @@ class Engine:
                     )
                 return False
         return True
-
-    def _refuse_late_gradient(self, number: int, parameter: torch.nn.Parameter) -> None:
-        if parameter.grad is not None:
-            raise UnsupportedError(
-                f"a parameter of shape {tuple(parameter.shape)} in param_groups[{number}] has a "
-                "gradient now and was frozen at offload(). Unfreeze parameters before offload()"
-            )
 
     # --- beginning and ending --------------------------------------------------------------
 
@@ -333,50 +283,15 @@ class Engine:
 
     def close(self) -> None:
         """Release the devices and make the model an ordinary one."""
-        if self._state is _State.OPEN:
-            self._release(_State.CLOSED)
+        if self.guard.state is State.OPEN and not self.guard.is_forked:
+            self._release()
+            self.guard.state = State.CLOSED
 
-    def _fail(self, error: BaseException) -> None:
-        """Weights and state may disagree now: nothing may be computed from them or saved."""
-        self._error = f"{type(error).__name__}: {error}"
-        self._release(_State.FAILED)
-
-        def alarm(*_: object) -> None:
-            self.guard()
-
-        model = self._model()
-        for module in model.modules() if model is not None else ():
-            self._alarms.append(module.register_forward_pre_hook(alarm))
-            self._alarms.append(
-                module.register_state_dict_pre_hook(alarm)  # type: ignore[no-untyped-call]
-            )
-
-    def _release(self, state: _State) -> None:
-        if os.getpid() != self._pid:
-            return
-        self._state = state
+    def _release(self) -> None:
         self.gradients.detach()
         self._pool.shutdown(wait=True)
         for device in self.devices:
             device.close()
-
-    def guard(self) -> None:
-        """Raise where the engine must not be used."""
-        if os.getpid() != self._pid:
-            raise ForkedProcessError(
-                f"process {os.getpid()} is a fork of {self._pid}, which owns the devices. Use the "
-                "model and the optimizer in the process that called offload()"
-            )
-        if self._state is _State.CLOSED:
-            raise OptimizerClosedError(
-                "the optimizer was closed. Call offload(..., resume=True) to go on"
-            )
-        if self._state is _State.FAILED:
-            raise OptimizerFailedError(
-                f"an earlier step failed ({self._error}), so weights and state disagree. Call "
-                "offload(model, optimizer, devices, resume=True) to go back to the last committed "
-                f"step, {self.committed_step}"
-            )
 
     @property
     def set_uuid(self) -> str:
@@ -386,16 +301,11 @@ class Engine:
     @property
     def has_failed(self) -> bool:
         """Whether weights and state may disagree; raises if the engine still runs."""
-        if self._state is _State.OPEN:
+        if self.guard.state is State.OPEN:
             raise UnsupportedError(
                 "the model is offloaded already. Call close() on its optimizer first"
             )
-        return self._state is _State.FAILED
-
-    def silence(self) -> None:
-        """Take the alarms of a failure off the model, which has been offloaded anew."""
-        for alarm in self._alarms:
-            alarm.remove()
+        return self.guard.state is State.FAILED
 
     # --- reading ---------------------------------------------------------------------------
 

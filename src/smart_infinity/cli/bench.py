@@ -12,6 +12,7 @@ from rich.table import Table
 
 from smart_infinity.cli.console import print_line, print_result, stderr
 from smart_infinity.cli.errors import UsageError
+from smart_infinity.cli.variadic import SeveralValuesCommand
 
 app = typer.Typer(no_args_is_help=True, help="Measure this machine; nothing is left behind.")
 
@@ -29,12 +30,12 @@ def parse_count(text: str) -> int:
     return int(digits)
 
 
-@app.command()
+@app.command(cls=SeveralValuesCommand)
 def update(
     devices: Annotated[
         list[Path],
         typer.Option(
-            help="An existing directory on the storage to measure; repeat it for more devices."
+            help="An existing directory on the storage to measure; several are several devices."
         ),
     ],
     params: Annotated[

@@ -61,10 +61,44 @@ class Commit:
     blob: bytes
 
 
+class GradientMemory(ABC):
+    """A device's landing zone: gradients by run, until the update reads them."""
+
+    @abstractmethod
+    def land(self, index: int, form: int, words: Words) -> int:
+        """Store a run of a gradient; returns its largest magnitude bits."""
+
+    @abstractmethod
+    def accumulate(self, index: int, form: int, words: Words, pending: Pending) -> int:
+        """Add to a landed run in fp32; returns the largest magnitude bits of the sum."""
+
+    @abstractmethod
+    def clear(self, index: int) -> None:
+        """Make a landed run zero, whatever it held."""
+
+    @abstractmethod
+    def squares(self, index: int) -> npt.NDArray[np.float64]:
+        """Sums of squares by block, as taken on landing."""
+
+    @abstractmethod
+    def norms(self, index: int, power: float, pending: Pending) -> npt.NDArray[np.float64]:
+        """Norm partials by block, by a pass over the run; see ``kernels.landing``."""
+
+    @abstractmethod
+    def read(self, index: int, pending: Pending) -> npt.NDArray[np.float32]:
+        """A landed run in fp32, with what is pending applied."""
+
+
 class Device(ABC):
-    """One device of a set. Methods raise `DeviceIOError`, `CorruptStateError` or a user's error."""
+    """One device of a set. Methods raise `DeviceIOError`, `CorruptStateError` or a user's error.
+
+    Attributes:
+        path: the directory, as the user gave it.
+        gradients: the landing zone; there after `attach`.
+    """
 
     path: str
+    gradients: GradientMemory
 
     @abstractmethod
     def identify(self) -> Superblock | None:
@@ -106,30 +140,6 @@ class Device(ABC):
         """Make ``record`` the only step, verify all of it, send the weights; returns the blob."""
 
     @abstractmethod
-    def land_gradient(self, run: int, form: int, words: Words) -> int:
-        """Store a run of a gradient in the landing zone; returns its largest magnitude bits."""
-
-    @abstractmethod
-    def accumulate_gradient(self, run: int, form: int, words: Words, pending: Pending) -> int:
-        """Add to a landed run in fp32; returns the largest magnitude bits of the sum."""
-
-    @abstractmethod
-    def clear_gradient(self, run: int) -> None:
-        """Make a landed run zero."""
-
-    @abstractmethod
-    def gradient_squares(self, run: int) -> npt.NDArray[np.float64]:
-        """Sums of squares by block, as taken on landing."""
-
-    @abstractmethod
-    def gradient_norms(self, run: int, power: float, pending: Pending) -> npt.NDArray[np.float64]:
-        """Norm partials by block, by a pass over the landing zone."""
-
-    @abstractmethod
-    def read_gradient(self, run: int, pending: Pending) -> npt.NDArray[np.float32]:
-        """A landed run in fp32."""
-
-    @abstractmethod
     def update(self, plan: StepPlan, host: HostPort) -> None:
         """SmartUpdate: run the optimizer over all records (csQueueComputeRequest)."""
 
@@ -145,11 +155,6 @@ class Device(ABC):
     @abstractmethod
     def last_timings(self) -> Timings:
         """Of the last update."""
-
-    @property
-    @abstractmethod
-    def bytes_reserved(self) -> int:
-        """Bytes of storage that the device's files take."""
 
     @abstractmethod
     def abandon(self) -> None:

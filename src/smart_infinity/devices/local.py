@@ -13,11 +13,11 @@ from smart_infinity.devices.base import (
     Commit,
     Device,
     HostPort,
-    Pending,
     StepPlan,
     Words,
 )
-from smart_infinity.devices.memory import LandingZone, landing_zone_nbytes
+from smart_infinity.devices.memory import LandingZone, landing_zone_nbytes, word_sources
+from smart_infinity.devices.tables import piece_tables, records_of_runs
 from smart_infinity.errors import (
     CorruptStateError,
     DeviceFullError,
@@ -26,9 +26,9 @@ from smart_infinity.errors import (
     DeviceSpecError,
 )
 from smart_infinity.kernels import OPTIMIZERS, encode_record, load_masters, merge_edits
-from smart_infinity.kernels.formats import F32, FORMAT_OF_DTYPE
-from smart_infinity.kernels.frame import PIECE_COLUMNS, T_ACTIVE
-from smart_infinity.layout import DevicePlan, Layout, Record
+from smart_infinity.kernels.formats import FORMAT_OF_DTYPE
+from smart_infinity.kernels.frame import T_ACTIVE
+from smart_infinity.layout import Layout, Record
 from smart_infinity.storage import slots
 from smart_infinity.storage.blockfile import BlockFile, direct_io_refusal
 from smart_infinity.storage.buffers import checksum as checksum_of
@@ -45,9 +45,6 @@ from smart_infinity.storage.slots import Superblock
 
 logger = logging.getLogger("smart_infinity")
 
-_NO_HALVES = np.zeros(0, np.uint16)
-_NO_FLOATS = np.zeros(0, np.float32)
-
 
 class LocalDevice(Device):
     """One device of a set, in a directory. Opening it takes the directory's lock.
@@ -61,12 +58,13 @@ class LocalDevice(Device):
 
     def __init__(self, directory: str, layout: Layout, index: int, num_workers: int) -> None:
         self.path = directory
+        self.gradients: LandingZone
         self._layout, self._plan = layout, layout.devices[index]
         self._num_workers = num_workers
         self._kernel = OPTIMIZERS[layout.optimizer].update
-        self._pieces = _piece_tables(layout, self._plan)
+        self._pieces = piece_tables(layout, self._plan)
         self._first_piece = np.cumsum([0] + [len(r.pieces) for r in self._plan.records])
-        self._record_of_run = _records_of_runs(self._plan)
+        self._record_of_run = records_of_runs(self._plan)
         self._timings = Timings()
         self._written: dict[int, tuple[int, int]] = {}
         self._longest = max((record.length for record in self._plan.records), default=0)
@@ -75,7 +73,7 @@ class LocalDevice(Device):
         self._ledger: Ledger | None = None
         self._handler: TransferHandler | None = None
         self._created = False
-        _require_directory(directory)
+        slots.require_directory(directory)
         self._lock = slots.DeviceLock(directory)
         try:
             refusal = direct_io_refusal(directory)
@@ -113,7 +111,7 @@ class LocalDevice(Device):
         """See `Device.create`. A full disk raises `DeviceFullError` and leaves nothing behind."""
         slots.discard(self.path)
         self._created = True
-        needed = self.bytes_reserved
+        needed = 2 * self._layout.state_nbytes(self._plan.index)
         free = os.statvfs(self.path)
         available = free.f_bavail * free.f_frsize
         try:
@@ -151,12 +149,7 @@ class LocalDevice(Device):
                     f"least {zone + each} bytes; raise device_memory or add devices"
                 )
             self._num_workers = min(self._num_workers, (device_memory - zone) // each)
-        self._zone = LandingZone(self._plan)
-
-    @property
-    def bytes_reserved(self) -> int:
-        """See `Device.bytes_reserved`."""
-        return 2 * self._layout.state_nbytes(self._plan.index)
+        self.gradients = LandingZone(self._plan)
 
     def abandon(self) -> None:
         """See `Device.abandon`."""
@@ -182,8 +175,7 @@ class LocalDevice(Device):
                 words = host.fetch_weights(record, index, piece)
                 place = slice(piece.record_offset, piece.record_offset + piece.length)
                 form = formats[piece.parameter]
-                source = (_NO_HALVES, words) if form == F32 else (words, _NO_FLOATS)
-                load_masters(form, tensors[0, place], *source)
+                load_masters(form, tensors[0, place], *word_sources(form, words))
                 tensors[1:, place] = np.array(moments[piece.parameter], np.float32)[:, None]
             return True
 
@@ -233,32 +225,6 @@ class LocalDevice(Device):
             )
         return blob.tobytes()
 
-    # --- gradients ---------------------------------------------------------------------------
-
-    def land_gradient(self, run: int, form: int, words: Words) -> int:
-        """See `Device.land_gradient`."""
-        return self._zone.land(run, form, words)
-
-    def accumulate_gradient(self, run: int, form: int, words: Words, pending: Pending) -> int:
-        """See `Device.accumulate_gradient`."""
-        return self._zone.accumulate(run, form, words, pending)
-
-    def clear_gradient(self, run: int) -> None:
-        """See `Device.clear_gradient`."""
-        self._zone.clear(run)
-
-    def gradient_squares(self, run: int) -> npt.NDArray[np.float64]:
-        """See `Device.gradient_squares`."""
-        return self._zone.squares(run)
-
-    def gradient_norms(self, run: int, power: float, pending: Pending) -> npt.NDArray[np.float64]:
-        """See `Device.gradient_norms`."""
-        return self._zone.norms(run, power, pending)
-
-    def read_gradient(self, run: int, pending: Pending) -> npt.NDArray[np.float32]:
-        """See `Device.read_gradient`."""
-        return self._zone.read(run, pending)
-
     # --- the step ----------------------------------------------------------------------------
 
     def update(self, plan: StepPlan, host: HostPort) -> None:
@@ -277,9 +243,9 @@ class LocalDevice(Device):
             self._kernel(
                 state,
                 record.length,
-                self._zone.grads16,
-                self._zone.grads32,
-                self._zone.formats,
+                self.gradients.grads16,
+                self.gradients.grads32,
+                self.gradients.formats,
                 self._pieces[record.index],
                 plan.table,
                 buffer.words16,
@@ -371,9 +337,8 @@ class LocalDevice(Device):
         piece = record.pieces[index]
         words = host.fetch_weights(record, index, piece)
         form = FORMAT_OF_DTYPE[self._layout.parameters[piece.parameter].dtype]
-        source = (_NO_HALVES, words) if form == F32 else (words, _NO_FLOATS)
         masters = state[piece.record_offset : piece.record_offset + piece.length]
-        merge_edits(form, masters, *source)
+        merge_edits(form, masters, *word_sources(form, words))
 
     def _deliver(
         self,
@@ -426,46 +391,3 @@ class LocalDevice(Device):
         if self._ledger is not None:
             self._ledger.close()
         self._files, self._blob_files, self._ledger = [], [], None
-
-
-def _require_directory(directory: str) -> None:
-    if not os.path.isdir(directory):
-        seen = "is not a directory" if os.path.exists(directory) else "does not exist"
-        raise DeviceSpecError(
-            f"device {directory} {seen}. Expected an existing directory on the drive to use; "
-            "create it first"
-        )
-    if not os.access(directory, os.W_OK | os.X_OK):
-        raise DeviceSpecError(
-            f"device {directory} is not writable for this process. Expected a directory that it "
-            "may write to; change its owner or mode"
-        )
-
-
-def _piece_tables(layout: Layout, plan: DevicePlan) -> list[npt.NDArray[np.int64]]:
-    """By record, the rows that the kernels read; see ``kernels.frame``."""
-    tables = []
-    for record in plan.records:
-        rows = np.empty((len(record.pieces), PIECE_COLUMNS), np.int64)
-        for index, piece in enumerate(record.pieces):
-            run = plan.runs[piece.run]
-            within = piece.start - run.start
-            rows[index] = (
-                piece.parameter,
-                piece.run,
-                piece.length,
-                piece.record_offset,
-                2 * run.device_offset + within,
-                run.device_offset + within,
-                FORMAT_OF_DTYPE[layout.parameters[piece.parameter].dtype],
-            )
-        tables.append(rows)
-    return tables
-
-
-def _records_of_runs(plan: DevicePlan) -> list[list[int]]:
-    found: list[list[int]] = [[] for _ in plan.runs]
-    for record in plan.records:
-        for piece in record.pieces:
-            found[piece.run].append(record.index)
-    return found

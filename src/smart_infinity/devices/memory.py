@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from smart_infinity.devices.base import NO_PENDING, Pending, Words
+from smart_infinity.devices.base import NO_PENDING, GradientMemory, Pending, Words
 from smart_infinity.kernels import landing
 from smart_infinity.kernels.formats import F32
 from smart_infinity.kernels.frame import decode, scale_and_clamp
@@ -21,7 +21,7 @@ def landing_zone_nbytes(plan: DevicePlan) -> int:
     return 4 * plan.num_elements + 12 * plan.num_blocks
 
 
-class LandingZone:
+class LandingZone(GradientMemory):
     """Gradients of one device, by run.
 
     A run owns 4 bytes per element. A 16-bit gradient lies in the first half of its run's place,
@@ -39,21 +39,21 @@ class LandingZone:
         self._peaks = np.zeros(plan.num_blocks, np.uint32)
 
     def land(self, index: int, form: int, words: Words) -> int:
-        """Store a run; see `Device.land_gradient`."""
+        """See `GradientMemory.land`."""
         run = self._runs[index]
         self.formats[index] = form
         zone16, zone32 = self._zones(run, form)
-        source16, source32 = _sources(form, words)
+        source16, source32 = word_sources(form, words)
         squares, peaks = self._partials(run)
         return int(landing.land(form, source16, source32, zone16, zone32, squares, peaks))
 
     def accumulate(self, index: int, form: int, words: Words, pending: Pending) -> int:
-        """Add to a run; see `Device.accumulate_gradient`."""
+        """See `GradientMemory.accumulate`."""
         run = self._runs[index]
         old_form = int(self.formats[index])
         zone16 = self._zones(run, old_form)[0]
         zone32 = self.grads32[run.device_offset : run.device_offset + run.length]
-        source16, source32 = _sources(form, words)
+        source16, source32 = word_sources(form, words)
         squares, peaks = self._partials(run)
         factor, low, high = _as_float32(pending)
         self.formats[index] = F32
@@ -74,7 +74,7 @@ class LandingZone:
         )
 
     def clear(self, index: int) -> None:
-        """Make a run zero, whatever it held."""
+        """See `GradientMemory.clear`."""
         run = self._runs[index]
         zone16, zone32 = self._zones(run, int(self.formats[index]))
         zone16[:] = 0
@@ -83,11 +83,11 @@ class LandingZone:
             partials[:] = 0
 
     def squares(self, index: int) -> npt.NDArray[np.float64]:
-        """Sums of squares by block, as taken on landing."""
+        """See `GradientMemory.squares`."""
         return self._partials(self._runs[index])[0]
 
     def norms(self, index: int, power: float, pending: Pending) -> npt.NDArray[np.float64]:
-        """A pass over a run; see ``landing.block_norms``."""
+        """See `GradientMemory.norms`."""
         run, form = self._runs[index], int(self.formats[index])
         zone16, zone32 = self._zones(run, form)
         out = np.empty(run.num_blocks, np.float64)
@@ -96,7 +96,7 @@ class LandingZone:
         return out
 
     def read(self, index: int, pending: Pending) -> npt.NDArray[np.float32]:
-        """A run in fp32, with what is pending applied."""
+        """See `GradientMemory.read`."""
         run, form = self._runs[index], int(self.formats[index])
         out = np.empty(run.length, np.float32)
         decode(form, *self._zones(run, form), out)
@@ -120,5 +120,6 @@ def _as_float32(pending: Pending) -> npt.NDArray[np.float32]:
         return np.array(pending, np.float32)
 
 
-def _sources(form: int, words: Words) -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.float32]]:
+def word_sources(form: int, words: Words) -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.float32]]:
+    """Words as the kernels take them: (16-bit source, fp32 source), of which one is empty."""
     return (_NO_HALVES, words) if form == F32 else (words, _NO_FLOATS)

@@ -86,6 +86,21 @@ def _close_in_child() -> None:
 os.register_at_fork(after_in_child=_close_in_child)
 
 
+def require_directory(directory: str) -> None:
+    """Refuse a device that is not an existing, writable directory."""
+    if not os.path.isdir(directory):
+        seen = "is not a directory" if os.path.exists(directory) else "does not exist"
+        raise DeviceSpecError(
+            f"device {directory} {seen}. Expected an existing directory on the drive to use; "
+            "create it first"
+        )
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise DeviceSpecError(
+            f"device {directory} is not writable for this process. Expected a directory that it "
+            "may write to; change its owner or mode"
+        )
+
+
 def write_durably(path: str, data: bytes) -> None:
     """Write a small file atomically: temporary file, fsync, rename, fsync of the directory."""
     temporary = path + ".tmp"

@@ -1,0 +1,238 @@
+"""The stream of gradients to the devices.
+
+`GradientStream` hangs a hook on every parameter: as soon as autograd has produced a gradient, the
+hook sends it over the host link into the landing zones of the devices and leaves an
+`OffloadedGradient` in ``param.grad``. It keeps what is pending for each landed gradient, and
+answers for it.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from smart_infinity.devices.base import NO_PENDING, Device, Pending
+from smart_infinity.errors import OffloadedGradientError, UnsupportedError
+from smart_infinity.gradients import OffloadedGradient
+from smart_infinity.kernels.formats import FORMAT_OF_DTYPE
+from smart_infinity.kernels.landing import NONFINITE_BITS
+from smart_infinity.layout import Layout
+from smart_infinity.link import HostLink
+from smart_infinity.weights import DTYPES, words_of
+
+_FLOAT32_MAX = float(np.finfo(np.float32).max)
+
+
+class GradientStream:
+    """Hands gradients over to the devices and answers for them afterwards.
+
+    Args:
+        layout: the layout; parameter indices are its own.
+        parameters: by index.
+        devices: by index.
+        link: the host link.
+        guard: called before anything touches a device; raises where the engine must not be used.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        parameters: Sequence[torch.nn.Parameter],
+        devices: Sequence[Device],
+        link: HostLink,
+        guard: Callable[[], None],
+    ) -> None:
+        self.layout = layout
+        self._parameters, self._devices, self._link = parameters, devices, link
+        self.guard = guard
+        # What each landed gradient still has to be multiplied and clamped with, and its largest
+        # magnitude bits.
+        self._pending: list[Pending] = [NO_PENDING] * len(parameters)
+        self._peaks = [0] * len(parameters)
+        self.gradients = [OffloadedGradient(self, i, p) for i, p in enumerate(parameters)]
+        self._grad_dtypes = [parameter.grad_dtype for parameter in parameters]
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(self._hook(index))  # type: ignore[no-untyped-call]
+            for index, parameter in enumerate(parameters)
+        ]
+        for parameter in parameters:
+            # The gradient is fp32 whatever the weight is, so that norms are not rounded to 16
+            # bits; autograd must accept that.
+            parameter.grad_dtype = None
+
+    def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
+        own = self.gradients[index]
+
+        def hand_over(parameter: torch.Tensor) -> None:
+            gradient = parameter.grad
+            # A second backward has added to the offloaded gradient by itself (``add_``).
+            if gradient is not None and type(gradient) is not OffloadedGradient:
+                self.land(index, gradient)
+                parameter.grad = own
+
+        return hand_over
+
+    def collect(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """Which parameters have a gradient; dense ones that the user assigned are landed first."""
+        active = np.zeros(len(self._parameters), np.bool_)
+        for index, parameter in enumerate(self._parameters):
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            if gradient is not self.gradients[index]:
+                if type(gradient) is OffloadedGradient:
+                    raise OffloadedGradientError(
+                        f"the gradient of {self.name(index)} is that of another parameter. "
+                        "Assign grad.to_dense() to copy a gradient"
+                    )
+                self.land(index, gradient)
+                parameter.grad = self.gradients[index]
+            active[index] = True
+        return active
+
+    def name(self, index: int) -> str:
+        """The parameter's dotted name."""
+        return self.layout.parameters[index].name
+
+    @property
+    def pending(self) -> Sequence[Pending]:
+        """By parameter: factor, low and high that the kernel has to apply."""
+        return self._pending
+
+    # --- what happens to a gradient ---------------------------------------------------------
+
+    def land(self, index: int, gradient: torch.Tensor) -> None:
+        """Send a dense gradient to the devices, replacing what had landed."""
+        self.guard()
+        words, form = self._words(index, gradient)
+        peak = 0
+        for device, run in self.layout.runs_of[index]:
+            own = self.layout.devices[device].runs[run]
+            part = self._link.carry(
+                "gradients_to_device", words[own.start : own.start + own.length]
+            )
+            peak = max(peak, self._devices[device].gradients.land(run, form, part))
+        self._peaks[index], self._pending[index] = peak, NO_PENDING
+
+    def accumulate(self, index: int, gradient: torch.Tensor) -> None:
+        """Add a dense gradient to the landed one, in fp32."""
+        self.guard()
+        words, form = self._words(index, gradient)
+        pending, peak = self._pending[index], 0
+        for device, run in self.layout.runs_of[index]:
+            own = self.layout.devices[device].runs[run]
+            part = self._link.carry(
+                "gradients_to_device", words[own.start : own.start + own.length]
+            )
+            peak = max(peak, self._devices[device].gradients.accumulate(run, form, part, pending))
+        self._peaks[index], self._pending[index] = peak, NO_PENDING
+
+    def clear(self, index: int) -> None:
+        """Make the landed gradient zero; it stays present."""
+        self.guard()
+        for device, run in self.layout.runs_of[index]:
+            self._devices[device].gradients.clear(run)
+        self._peaks[index], self._pending[index] = 0, NO_PENDING
+
+    def scale(self, index: int, by: float) -> None:
+        """Record a factor."""
+        factor, low, high = self._pending[index]
+        low, high = (_scaled(low, by), _scaled(high, by))
+        self._pending[index] = (factor * by, min(low, high), max(low, high))
+
+    def clamp(self, index: int, low: float, high: float) -> None:
+        """Record bounds; (factor, low, high) is closed under scaling and clamping."""
+        factor, old_low, old_high = self._pending[index]
+        self._pending[index] = (
+            factor,
+            min(max(old_low, low), high),
+            min(max(old_high, low), high),
+        )
+
+    def norm(self, index: int, power: float) -> float:
+        """The p-norm, as the step would use the gradient."""
+        self.guard()
+        factor, low, high = self._pending[index]
+        unbounded = low == -math.inf and high == math.inf
+        if power == math.inf and unbounded:
+            return _as_float(self._peaks[index]) * abs(factor)
+        parts = []
+        for device, run in self.layout.runs_of[index]:
+            if power == 2.0 and unbounded:
+                partials = self._devices[device].gradients.squares(run)
+            else:
+                partials = self._devices[device].gradients.norms(run, power, self._pending[index])
+            parts.append(self._link.carry("control", partials))
+        blocks = np.concatenate(parts) if parts else np.zeros(0)
+        if not blocks.size:
+            return 0.0
+        if math.isinf(power):
+            return float(blocks.max() if power > 0 else blocks.min())
+        total = float(blocks.sum())
+        if power == 0.0:
+            return total
+        if power == 2.0:
+            return math.sqrt(total) * (abs(factor) if unbounded else 1.0)
+        return total ** (1.0 / power) if total > 0 or power > 0 else math.inf
+
+    def is_finite(self, index: int) -> bool:
+        """Whether the gradient, as the step would use it, has no infinity and no NaN."""
+        factor, low, high = self._pending[index]
+        if not math.isfinite(factor) or math.isnan(low) or math.isnan(high):
+            return False
+        peak = self._peaks[index]
+        if peak < NONFINITE_BITS and _as_float(peak) * abs(factor) <= _FLOAT32_MAX:
+            return True
+        if low == -math.inf or high == math.inf:
+            return False
+        return math.isfinite(self.norm(index, math.inf))
+
+    def to_dense(self, index: int) -> torch.Tensor:
+        """Fetch a gradient as a dense fp32 tensor of the parameter's shape."""
+        self.guard()
+        out = torch.empty(self.layout.parameters[index].shape, dtype=torch.float32)
+        flat = out.view(-1).numpy()
+        for device, run in self.layout.runs_of[index]:
+            own = self.layout.devices[device].runs[run]
+            values = self._devices[device].gradients.read(run, self._pending[index])
+            flat[own.start : own.start + own.length] = self._link.carry("gradients_to_host", values)
+        return out
+
+    def detach(self) -> None:
+        """Take hooks and offloaded gradients off the parameters."""
+        for handle in self._handles:
+            handle.remove()
+        for parameter, grad_dtype in zip(self._parameters, self._grad_dtypes, strict=True):
+            if type(parameter.grad) is OffloadedGradient:
+                parameter.grad = None
+            if parameter.grad is None:
+                parameter.grad_dtype = grad_dtype
+
+    def _words(self, index: int, gradient: torch.Tensor) -> tuple[Any, int]:
+        if gradient.layout is not torch.strided:
+            raise UnsupportedError(
+                f"the gradient of {self.name(index)} is sparse ({gradient.layout}). Expected a "
+                "dense gradient; build the embedding with sparse=False"
+            )
+        dtype = DTYPES.get(gradient.dtype)
+        if dtype is None or gradient.shape != self.gradients[index].shape:
+            raise OffloadedGradientError(
+                f"the gradient of {self.name(index)} is {gradient.dtype} of shape "
+                f"{tuple(gradient.shape)}. Expected float32, bfloat16 or float16 of shape "
+                f"{tuple(self.gradients[index].shape)}"
+            )
+        return words_of(gradient.detach().cpu().contiguous()), FORMAT_OF_DTYPE[dtype]
+
+
+def _as_float(bits: int) -> float:
+    return float(struct.unpack("<f", struct.pack("<I", bits))[0])
+
+
+def _scaled(bound: float, by: float) -> float:
+    # An absent bound stays absent, also when scaled by zero.
+    return bound if math.isinf(bound) and by >= 0 else bound * by
