@@ -147,9 +147,11 @@ def test_a_full_file_system_is_refused_before_training(
     try:
         optimizer = offload(model, adamw(model), [roomy, tight])
     except DeviceFullError as error:
-        assert pages < 14, "ten pages of files, and the lock"
-        assert str(tight) in str(error)
-        assert "Free some space, or add a device" in str(error)
+        refusal, optimizer = str(error), None
+    if optimizer is None:
+        assert pages < 14, "ten pages of files, and some to spare"
+        assert str(tight) in refusal
+        assert "Free some space, or add a device" in refusal
         assert files_of(roomy) == files_of(tight) == [], "nothing remains reserved"
         assert same_bits(weights_of(model), given)
         offload(model, adamw(model), [roomy]).close()

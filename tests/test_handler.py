@@ -291,11 +291,15 @@ class NumpyHost:
 
     def __init__(self, words: list[np.ndarray]) -> None:
         self.words = words
+        self.edited: set[int] = set()
         self.delivered: list[tuple[int, int, int]] = []
 
     def fetch_weights(self, record: Record, index: int, piece: Piece) -> np.ndarray:
         assert record.pieces[index] is piece
         return self.words[piece.parameter][piece.start : piece.start + piece.length]
+
+    def edited_weights(self, record: Record, index: int, piece: Piece) -> np.ndarray | None:
+        return self.fetch_weights(record, index, piece) if piece.parameter in self.edited else None
 
     def deliver_weights(self, record: Record, index: int, piece: Piece, words: np.ndarray) -> None:
         assert record.pieces[index] is piece
@@ -492,11 +496,12 @@ def test_an_edit_reaches_the_masters_and_costs_no_other(make_set) -> None:
     expected[edited_element] = decode_reference(own.forms[0], words, words, words.size)[
         edited_element
     ]
-    # All pieces of parameter 0 are reported as edited; nothing is active.
-    edited = []
-    for plan in own.layout.devices:
-        pieces = [piece for record in plan.records for piece in record.pieces]
-        edited.append(frozenset(i for i, piece in enumerate(pieces) if piece.parameter == 0))
+    # Parameter 0 is reported as edited; nothing is active.
+    own.host.edited.add(0)
+    edited = [
+        frozenset(r.index for r in plan.records if any(p.parameter == 0 for p in r.pieces))
+        for plan in own.layout.devices
+    ]
     own.update([], edited)
     after = own.state()
     np.testing.assert_array_equal(after[0][0], expected)

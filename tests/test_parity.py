@@ -199,7 +199,9 @@ def test_16_bits_against_an_explicit_loop(
             print(
                 f"{name} {half} {kind}: {ours:.3g}, torch {torchs:.3g}, ratio {ours / torchs:.2f}"
             )
-            assert ours <= 2 * torchs, kind
+            # The error of exp_avg_sq is that of 0.999 in fp32, now and then cancelled in torch by
+            # the error of its norm: below two units in the last place, luck is not to be beaten.
+            assert ours <= 2 * (torchs if kind == "master" else max(torchs, 2**-22)), kind
     three = mixed_on_devices(name, half, directories(tmp_path / "three", 3))
     for kind, values in one.items():
         assert same_bits(three[kind], values), kind

@@ -6,12 +6,17 @@ model, optimizer = smart_infinity.offload(model, optimizer, ["/mnt/nvme0", "/mnt
 ```
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from smart_infinity import errors
-from smart_infinity.engine import offload
 from smart_infinity.errors import SmartInfinityError
-from smart_infinity.gradients import OffloadedGradient
-from smart_infinity.link import HostLink, Traffic
-from smart_infinity.optimizer import OffloadedOptimizer
+
+if TYPE_CHECKING:
+    from smart_infinity.engine import offload
+    from smart_infinity.gradients import OffloadedGradient
+    from smart_infinity.link import HostLink, Traffic
+    from smart_infinity.optimizer import OffloadedOptimizer
 
 __version__ = "0.1.0"
 
@@ -24,3 +29,19 @@ __all__ = [
     "errors",
     "offload",
 ]
+
+# Imported on first use: the devices' half of the package runs where torch is not installed, and
+# the command line's help should not wait for it.
+_HOME = {
+    "HostLink": "link",
+    "OffloadedGradient": "gradients",
+    "OffloadedOptimizer": "optimizer",
+    "Traffic": "link",
+    "offload": "engine",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -150,7 +150,7 @@ class Engine:
             self.step_was_skipped = not self._all_finite(active)
             if self.step_was_skipped or not active.any():
                 return
-            edits = self.weights.find_edits()
+            edits = self.weights.find_edits(active)
             commit = self._commit(self.steps + 1, counts, groups)
             try:
                 self._on_all_devices(
@@ -345,7 +345,7 @@ class Engine:
         written = max(sizes)
         return (
             f"offloaded {self.layout.num_elements:,} parameters to {len(self.devices)} device(s): "
-            f"{2 * written / 1e9:.2f} GB reserved on each, {written / 1e9:.2f} GB written to each "
+            f"{_readable(2 * written)} reserved on each, {_readable(written)} written to each "
             f"per step, {ENDURANCE_BYTES / max(written, 1):,.0f} steps until a 600 TBW drive is "
             "worn"
         )
@@ -359,6 +359,14 @@ class Engine:
         if errors:
             raise errors[0]
         return [future.result() for future in futures]
+
+
+def _readable(nbytes: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if nbytes < 1000:
+            return f"{nbytes:.3g} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.3g} TB"
 
 
 def _failed_engine(model: torch.nn.Module) -> Engine | None:

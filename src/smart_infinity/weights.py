@@ -7,6 +7,7 @@ parameter has a 64-bit fingerprint, taken when its words arrive and compared at 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any
 
@@ -92,15 +93,20 @@ class HostWeights:
         for index, parameter in enumerate(self._parameters):
             self._check_identity(index, parameter)
 
-    def find_edits(self) -> list[frozenset[int]]:
-        """By device, the numbers of the pieces whose words are not those that last arrived."""
+    def find_edits(self, active: npt.NDArray[np.bool_]) -> list[frozenset[int]]:
+        """By device, the records that hold edited words of parameters without a gradient.
+
+        Those of the active ones are found on the way, when a device visits their records.
+        """
         edited: list[set[int]] = [set() for _ in self._layout.devices]
         for index, parameter in enumerate(self._parameters):
             if parameter.data_ptr() != self._pointers[index] or not parameter.is_contiguous():
                 self._bind(index)
+            if active[index]:
+                continue
             for device, number, start, length in self._pieces_of[index]:
                 if self._fingerprints[device][number] != self._digest(index, start, length):
-                    edited[device].add(number)
+                    edited[device].add(bisect_right(self._first_piece[device], number) - 1)
         return [frozenset(numbers) for numbers in edited]
 
     def announce(self, active: npt.NDArray[np.bool_]) -> None:
@@ -109,12 +115,19 @@ class HostWeights:
         if written:
             torch.autograd.graph.increment_version(written)
 
-    def fetch(self, device: int, record: Record, index: int, piece: Piece) -> Words:
+    def fetch(self, record: Record, index: int, piece: Piece) -> Words:
         """Words of a piece, to the device; see ``HostPort``."""
-        number = self._first_piece[device][record.index] + index
         words = self._words[piece.parameter][piece.start : piece.start + piece.length]
-        self._fingerprints[device][number] = checksum(words)
         return self._link.carry("weights_to_device", words)
+
+    def fetch_edited(self, device: int, record: Record, index: int, piece: Piece) -> Words | None:
+        """Words of a piece if they are not those that last arrived; see ``HostPort``."""
+        number = self._first_piece[device][record.index] + index
+        digest = self._digest(piece.parameter, piece.start, piece.length)
+        if self._fingerprints[device][number] == digest:
+            return None
+        self._fingerprints[device][number] = digest
+        return self.fetch(record, index, piece)
 
     def deliver(self, device: int, record: Record, index: int, piece: Piece, words: Words) -> None:
         """Updated words of a piece, to the host; see ``HostPort``."""
@@ -164,7 +177,10 @@ class _Port:
         self._weights, self._device = weights, device
 
     def fetch_weights(self, record: Record, index: int, piece: Piece) -> Words:
-        return self._weights.fetch(self._device, record, index, piece)
+        return self._weights.fetch(record, index, piece)
+
+    def edited_weights(self, record: Record, index: int, piece: Piece) -> Words | None:
+        return self._weights.fetch_edited(self._device, record, index, piece)
 
     def deliver_weights(self, record: Record, index: int, piece: Piece, words: Words) -> None:
         self._weights.deliver(self._device, record, index, piece, words)

@@ -11,6 +11,7 @@ from smart_infinity.cli.console import show_log
 from smart_infinity.cli.doctor import doctor
 from smart_infinity.cli.errors import ErrorReportingGroup
 from smart_infinity.cli.train import train
+from smart_infinity.cli.variadic import SeveralValuesCommand
 
 app = typer.Typer(
     cls=ErrorReportingGroup,
@@ -18,7 +19,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_show_locals=False,
 )
-app.command()(train)
+app.command(cls=SeveralValuesCommand)(train)
 app.command()(doctor)
 app.add_typer(bench_app, name="bench")
 

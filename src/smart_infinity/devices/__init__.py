@@ -46,7 +46,7 @@ def check_specs(devices: object) -> list[str]:
 def open_device(spec: str, layout: Layout, index: int) -> Device:
     """Open device ``index`` of the layout.
 
-    The number of transfer buffers falls as devices are added: their threads share the cores.
+    Four transfer buffers in all keep one drive busy; with more devices each needs fewer, since
+    their threads share the cores.
     """
-    workers = max(1, 4 // len(layout.devices))
-    return LocalDevice(spec, layout, index, min(workers, 3))
+    return LocalDevice(spec, layout, index, max(1, 4 // len(layout.devices)))

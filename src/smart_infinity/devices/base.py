@@ -33,6 +33,10 @@ class HostPort(Protocol):
         """The host's present words of piece ``index`` of a record, to the device."""
         ...
 
+    def edited_weights(self, record: Record, index: int, piece: Piece) -> Words | None:
+        """The same, if the user has changed them since they were delivered; else None."""
+        ...
+
     def deliver_weights(self, record: Record, index: int, piece: Piece, words: Words) -> None:
         """Updated words of piece ``index`` of a record, to the host."""
         ...
@@ -44,7 +48,8 @@ class StepPlan:
 
     Attributes:
         table: float32, one row per parameter; see ``kernels.frame``.
-        edited: for this device, the numbers (in device order) of the pieces that the user edited.
+        edited: for this device, the indices of records to visit because the user has edited
+            parameters in them that have no gradient.
     """
 
     table: npt.NDArray[np.float32]

@@ -28,7 +28,7 @@ from smart_infinity.errors import (
 from smart_infinity.kernels import OPTIMIZERS, encode_record, load_masters, merge_edits
 from smart_infinity.kernels.formats import FORMAT_OF_DTYPE
 from smart_infinity.kernels.frame import T_ACTIVE
-from smart_infinity.layout import Layout, Record
+from smart_infinity.layout import PAGE_BYTES, Layout, Record
 from smart_infinity.storage import slots
 from smart_infinity.storage.blockfile import BlockFile, direct_io_refusal
 from smart_infinity.storage.buffers import checksum as checksum_of
@@ -63,7 +63,6 @@ class LocalDevice(Device):
         self._num_workers = num_workers
         self._kernel = OPTIMIZERS[layout.optimizer].update
         self._pieces = piece_tables(layout, self._plan)
-        self._first_piece = np.cumsum([0] + [len(r.pieces) for r in self._plan.records])
         self._record_of_run = records_of_runs(self._plan)
         self._timings = Timings()
         self._written: dict[int, tuple[int, int]] = {}
@@ -179,6 +178,8 @@ class LocalDevice(Device):
                 tensors[1:, place] = np.array(moments[piece.parameter], np.float32)[:, None]
             return True
 
+        for file in self._blob_files:  # room for a blob that grows by some digits
+            file.reserve(2 * len(commit.blob) + PAGE_BYTES)
         self._places = np.zeros(len(self._plan.records), np.uint8)
         self._checksums = np.zeros(len(self._plan.records), np.uint64)
         self._blob_place = 1
@@ -230,16 +231,14 @@ class LocalDevice(Device):
     def update(self, plan: StepPlan, host: HostPort) -> None:
         """See `Device.update`: every record that a gradient or an edit touches, forward order."""
         active = plan.table[:, T_ACTIVE] != 0
-        edited = self._edits_by_record(plan)
         records = [
             record
             for record in self._plan.records
-            if record.index in edited or any(active[p.parameter] for p in record.pieces)
+            if record.index in plan.edited or any(active[p.parameter] for p in record.pieces)
         ]
 
         def compute(record: Record, state: npt.NDArray[np.float32], buffer: Buffer) -> bool:
-            for index in edited.get(record.index, ()):
-                self._merge(record, index, state, host)
+            self._merge_edits(record, state, host)
             self._kernel(
                 state,
                 record.length,
@@ -324,21 +323,14 @@ class LocalDevice(Device):
         assert self._handler is not None, "create() or restore() comes first"
         return self._handler.run(records, compute, places, self._written, check)
 
-    def _edits_by_record(self, plan: StepPlan) -> dict[int, list[int]]:
-        edited: dict[int, list[int]] = {}
-        for number in sorted(plan.edited):
-            record = int(np.searchsorted(self._first_piece, number, side="right")) - 1
-            edited.setdefault(record, []).append(number - int(self._first_piece[record]))
-        return edited
-
-    def _merge(
-        self, record: Record, index: int, state: npt.NDArray[np.float32], host: HostPort
-    ) -> None:
-        piece = record.pieces[index]
-        words = host.fetch_weights(record, index, piece)
-        form = FORMAT_OF_DTYPE[self._layout.parameters[piece.parameter].dtype]
-        masters = state[piece.record_offset : piece.record_offset + piece.length]
-        merge_edits(form, masters, *word_sources(form, words))
+    def _merge_edits(self, record: Record, state: npt.NDArray[np.float32], host: HostPort) -> None:
+        """Take over the words that the user has changed since they were delivered."""
+        for index, piece in enumerate(record.pieces):
+            words = host.edited_weights(record, index, piece)
+            if words is not None:
+                form = FORMAT_OF_DTYPE[self._layout.parameters[piece.parameter].dtype]
+                masters = state[piece.record_offset : piece.record_offset + piece.length]
+                merge_edits(form, masters, *word_sources(form, words))
 
     def _deliver(
         self,
