@@ -36,7 +36,7 @@ demo: setup
 		--steps 20 --batch-size 1 --seq-len 256 --lr 2e-5 --output demo/run --fresh
 
 bench: setup
-	mkdir -p $(BENCH_DIR)
+	mkdir -p $(BENCH_DIR)/device0
 	$(BIN)/smart-infinity bench kernel --json $(BENCH_DIR)/kernel.json
 	$(BIN)/smart-infinity bench update --params 200_000_000 --devices $(BENCH_DIR)/device0 \
 		--json $(BENCH_DIR)/update.json

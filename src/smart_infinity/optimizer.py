@@ -26,6 +26,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         super().__init__(source.param_groups, source.defaults)
         self.param_groups = source.param_groups
         self._engine, self._source = engine, source
+        # Adagrad makes its sums in the constructor; they are on the devices now.
+        source.state.clear()
 
     @overload
     def step(self, closure: None = None) -> None: ...
