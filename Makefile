@@ -33,7 +33,7 @@ check: lint test
 # The book and the pretrained weights come from the package index, see requirements-demo.txt.
 demo: setup
 	$(BIN)/smart-infinity train --model smollm2-135m --devices demo/device0 demo/device1 \
-		--steps 20 --batch-size 1 --seq-len 256 --lr 2e-5 --output demo/run --fresh
+		--steps 20 --batch-size 1 --seq-len 128 --lr 2e-5 --output demo/run --fresh
 
 bench: setup
 	mkdir -p $(BENCH_DIR)/device0
