@@ -41,6 +41,8 @@ HYPER_PARAMETERS: dict[str, Mapping[str, Any]] = {
     "adagrad": {"lr": 1e-4, "lr_decay": 0.0, "weight_decay": 0.0, "eps": 1e-10},
 }
 
+WORKERS = 2
+
 # By number: what to do with one record.
 Call = Callable[[int], object]
 
@@ -48,8 +50,8 @@ Call = Callable[[int], object]
 class Arena:
     """Gradients, state and words of ``num_records`` records of ``length`` elements.
 
-    Words have a place per record here, and one per worker in a device: written there they would
-    stay in the cache, so this is the harder case.
+    Words have a place per worker, as in a device: worker ``i`` of ``WORKERS`` takes the records
+    ``i``, ``i + WORKERS``, ...
     """
 
     def __init__(self, optimizer: str, form: int, num_records: int, length: int) -> None:
@@ -59,8 +61,9 @@ class Arena:
         self.state = state[: num_tensors * num_records * length].reshape(num_records, -1)
         self.grads32 = _floats(num_records * length)
         self.grads16 = self.grads32.view(np.uint16)
-        self.words32 = _floats(num_records * length)
-        self.words16 = self.words32.view(np.uint16)
+        words = reserve(4 * WORKERS * length).view(np.float32)[: WORKERS * length]
+        self._words32 = words.reshape(WORKERS, length)
+        self._words16 = words.view(np.uint16).reshape(WORKERS, 2 * length)
         self._forms = np.full(num_records, form, np.int64)
         self._pieces = np.zeros((num_records, 1, PIECE_COLUMNS), np.int64)
         for index in range(num_records):
@@ -100,7 +103,6 @@ class Arena:
 
     def update(self, index: int) -> None:
         """One record's update."""
-        begin = index * self._length
         self._kernel.update(
             self.state[index],
             self._length,
@@ -109,8 +111,8 @@ class Arena:
             self._forms,
             self._pieces[index],
             self._table,
-            self.words16[2 * begin : 2 * (begin + self._length)],
-            self.words32[begin : begin + self._length],
+            self._words16[index % WORKERS],
+            self._words32[index % WORKERS],
         )
 
 
