@@ -126,7 +126,6 @@ class LandingArena:
         self._zone32 = _floats(num_records * length).reshape(num_records, length)
         blocks = -(-length // landing.BLOCK)
         self._squares = np.zeros((num_records, blocks), np.float64)
-        self._peaks = np.zeros((num_records, blocks), np.uint32)
         self._no_halves, self._no_floats = np.zeros(0, np.uint16), np.zeros(0, np.float32)
 
     def land(self, index: int) -> None:
@@ -138,7 +137,6 @@ class LandingArena:
             self._zone32[index].view(np.uint16)[: self._length],
             self._no_floats,
             self._squares[index],
-            self._peaks[index],
         )
 
     def accumulate(self, index: int) -> None:
@@ -154,7 +152,6 @@ class LandingArena:
             self._source[index],
             self._no_floats,
             self._squares[index],
-            self._peaks[index],
         )
 
 

@@ -17,8 +17,8 @@ _NO_FLOATS = np.zeros(0, np.float32)
 
 
 def landing_zone_nbytes(plan: DevicePlan) -> int:
-    """Address space of a device's landing zone: 4 bytes per element, plus 12 per block."""
-    return 4 * plan.num_elements + 12 * plan.num_blocks
+    """Address space of a device's landing zone: 4 bytes per element, plus 8 per block."""
+    return 4 * plan.num_elements + 8 * plan.num_blocks
 
 
 class LandingZone(GradientMemory):
@@ -36,7 +36,6 @@ class LandingZone(GradientMemory):
         self.grads32: npt.NDArray[np.float32] = memory.view(np.float32)
         self.formats = np.zeros(len(plan.runs), np.int64)
         self._squares = np.zeros(plan.num_blocks, np.float64)
-        self._peaks = np.zeros(plan.num_blocks, np.uint32)
 
     def land(self, index: int, form: int, words: Words) -> int:
         """See `GradientMemory.land`."""
@@ -44,8 +43,8 @@ class LandingZone(GradientMemory):
         self.formats[index] = form
         zone16, zone32 = self._zones(run, form)
         source16, source32 = word_sources(form, words)
-        squares, peaks = self._partials(run)
-        return int(landing.land(form, source16, source32, zone16, zone32, squares, peaks))
+        squares = self._block_squares(run)
+        return int(landing.land(form, source16, source32, zone16, zone32, squares))
 
     def accumulate(self, index: int, form: int, words: Words, pending: Pending) -> int:
         """See `GradientMemory.accumulate`."""
@@ -54,7 +53,7 @@ class LandingZone(GradientMemory):
         zone16 = self._zones(run, old_form)[0]
         zone32 = self.grads32[run.device_offset : run.device_offset + run.length]
         source16, source32 = word_sources(form, words)
-        squares, peaks = self._partials(run)
+        squares = self._block_squares(run)
         factor, low, high = _as_float32(pending)
         self.formats[index] = F32
         return int(
@@ -69,7 +68,6 @@ class LandingZone(GradientMemory):
                 source16,
                 source32,
                 squares,
-                peaks,
             )
         )
 
@@ -79,12 +77,11 @@ class LandingZone(GradientMemory):
         zone16, zone32 = self._zones(run, int(self.formats[index]))
         zone16[:] = 0
         zone32[:] = 0
-        for partials in self._partials(run):
-            partials[:] = 0
+        self._block_squares(run)[:] = 0
 
     def squares(self, index: int) -> npt.NDArray[np.float64]:
         """See `GradientMemory.squares`."""
-        return self._partials(self._runs[index])[0]
+        return self._block_squares(self._runs[index])
 
     def norms(self, index: int, power: float, pending: Pending) -> npt.NDArray[np.float64]:
         """See `GradientMemory.norms`."""
@@ -110,9 +107,8 @@ class LandingZone(GradientMemory):
         begin = 2 * run.device_offset
         return self.grads16[begin : begin + run.length], _NO_FLOATS
 
-    def _partials(self, run: Run) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.uint32]]:
-        blocks = slice(run.first_block, run.first_block + run.num_blocks)
-        return self._squares[blocks], self._peaks[blocks]
+    def _block_squares(self, run: Run) -> npt.NDArray[np.float64]:
+        return self._squares[run.first_block : run.first_block + run.num_blocks]
 
 
 def _as_float32(pending: Pending) -> npt.NDArray[np.float32]:

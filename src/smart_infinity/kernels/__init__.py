@@ -66,9 +66,7 @@ def prepare(optimizer: str) -> None:
     OPTIMIZERS[optimizer].update(
         floats, 0, halves, floats, np.zeros(0, np.int64), pieces, table, halves, floats
     )
-    landing.land(
-        F32, halves, floats, halves, floats, np.zeros(0, np.float64), np.zeros(0, np.uint32)
-    )
+    landing.land(F32, halves, floats, halves, floats, np.zeros(0, np.float64))
     load_masters(F32, floats, halves, floats)
     merge_edits(F32, floats, halves, floats)
     encode_record(floats, pieces, halves, floats)

@@ -61,11 +61,10 @@ def land(
     target16: Any,
     target32: Any,
     squares: Any,
-    peaks: Any,
 ) -> Any:
     """Copy one run of a gradient into the landing zone and take its partials.
 
-    ``squares`` (fp64) and ``peaks`` (uint32, magnitude bits) have one entry per block. Returns the
+    ``squares`` (fp64) has one entry per block. Returns the
     largest magnitude bits of the run.
     """
     scratch = np.empty(BLOCK, np.float32)
@@ -82,8 +81,7 @@ def land(
             _copy(source16[begin:end], target16[begin:end])
             decode(form, source16[begin:end], source32, values)
         squares[block] = _sum_of_squares(values)
-        peaks[block] = _peak_bits(values)
-        highest = max(highest, peaks[block])
+        highest = max(highest, _peak_bits(values))
     return highest
 
 
@@ -99,7 +97,6 @@ def accumulate(
     source16: Any,
     source32: Any,
     squares: Any,
-    peaks: Any,
 ) -> Any:
     """Add a gradient to a landed one in fp32: ``zone32 = clamp(old * factor, low, high) + new``.
 
@@ -126,8 +123,7 @@ def accumulate(
             values[i] += added[i]
         _copy(values, zone32[begin:end])
         squares[block] = _sum_of_squares(values)
-        peaks[block] = _peak_bits(values)
-        highest = max(highest, peaks[block])
+        highest = max(highest, _peak_bits(values))
     return highest
 
 
@@ -192,13 +188,13 @@ def block_norms(
 
 def partials_reference(
     form: int, source16: U16Array, source32: F32Array, size: int
-) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.uint32]]:
-    """Squares and peaks per block of a gradient, as ``land`` takes them."""
+) -> tuple[npt.NDArray[np.float64], int]:
+    """Squares per block of a gradient and its largest magnitude bits, as ``land`` takes them."""
     values = decode_reference(form, source16, source32, size)
     blocks = [values[i : i + BLOCK] for i in range(0, size, BLOCK)]
     squares = np.array([np.sum(b.astype(np.float64) ** 2) for b in blocks])
-    peaks = np.array([(b.view(np.uint32) & 0x7FFFFFFF).max() for b in blocks], np.uint32)
-    return squares, peaks
+    peak = int((values.view(np.uint32) & 0x7FFFFFFF).max(initial=0))
+    return squares, peak
 
 
 def accumulate_reference(
