@@ -2,6 +2,7 @@
 
 import copy
 import importlib.util
+import os
 
 import pytest
 import torch
@@ -57,6 +58,15 @@ def losses_of_plain_torch(model, data) -> list[float]:
     return curve
 
 
+@pytest.fixture
+def all_cores():
+    before = torch.get_num_threads()
+    torch.set_num_threads(os.cpu_count() or 1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("all_cores")
 def test_loss_curve_and_traffic_equal_plain_torch(tmp_path, capsys):
     loaded = load_model("smollm2-135m", 0)
     plain = copy.deepcopy(loaded.model)
