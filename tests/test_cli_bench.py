@@ -136,6 +136,13 @@ def test_update_refuses_what_is_no_count(tmp_path: Path, params: str) -> None:
     assert run_update(tmp_path, 1, params=params).exit_code == 2
 
 
+def test_update_refuses_more_than_memory_holds(tmp_path: Path) -> None:
+    result = invoke("update", "--params", "100_000_000_000_000", "--devices", tmp_path)
+    assert result.exit_code == 1
+    assert "Use fewer parameters" in " ".join(result.stderr.split())
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_update_refuses_a_missing_directory(tmp_path: Path) -> None:
     result = invoke("update", "--params", "1000", "--devices", tmp_path / "missing")
     assert result.exit_code == 1

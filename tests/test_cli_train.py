@@ -158,9 +158,15 @@ def test_resumed_run_equals_an_uninterrupted_one(run: FinishedRun, tmp_path: Pat
     resumed, whole = read_metrics(output), read_metrics(run.output)
     # The first four differ by nothing either: the order of the text depends on the seed alone.
     assert [step["loss"] for step in resumed] == [step["loss"] for step in whole]
+    assert resumed[-1]["lr"] == 3e-3
+    succeed(*arguments, "--steps", 7, "--resume", "--lr", "3e-4")
+    assert read_metrics(output)[-1]["lr"] == 3e-4
+    without_lr = [*TINY[:-2], *arguments[len(TINY) :]]
+    succeed(*without_lr, "--steps", 8, "--resume")
+    assert read_metrics(output)[-1]["lr"] == 3e-4, "the state's own"
     finished = succeed(*arguments, "--steps", 6, "--resume")
     assert "nothing is left to train" in finished.stderr
-    assert len(read_metrics(output)) == 6
+    assert len(read_metrics(output)) == 8
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adam", "sgd", "adagrad"])
@@ -221,6 +227,7 @@ def test_interrupted_run_can_be_resumed(text: Path, tmp_path: Path) -> None:
     assert "Traceback" not in errors
     assert "--resume" in errors
     assert (output / "run.png").exists()
+    assert "without weights" in errors
     done = len(read_metrics(output))
     assert done >= 1
     # The step that the key press fell into may be committed without having reached the file.

@@ -35,6 +35,7 @@ from smart_infinity.layout import FORMAT_VERSION, Layout, ParameterSpec, Piece, 
 from smart_infinity.storage import blockfile
 from smart_infinity.storage.blockfile import BlockFile, direct_io_refusal
 from smart_infinity.storage.handler import Buffer, TransferHandler, buffer_nbytes
+from smart_infinity.storage.ledger import LedgerRecord
 from smart_infinity.storage.slots import Superblock
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -307,6 +308,12 @@ class NumpyHost:
         self.delivered.append((piece.parameter, piece.start, piece.length))
 
 
+def restore(device: LocalDevice, record: LedgerRecord, host: NumpyHost) -> bytes:
+    blob = device.settle(record)
+    device.restore(host)
+    return blob
+
+
 class LocalSet:
     """A set of local devices, driven as the engine drives them."""
 
@@ -528,7 +535,7 @@ def test_a_reopened_set_continues_bit_for_bit(make_set) -> None:
             reopen(broken)
             for device in broken.devices:
                 newest = device.recorded_steps()[0]
-                assert device.restore(newest, broken.host) == b"step 2"
+                assert restore(device, newest, broken.host) == b"step 2"
                 assert [record.step for record in device.recorded_steps()] == [2]
     assert_same_sets(straight, broken)
 
@@ -544,7 +551,7 @@ def test_an_uncommitted_step_leaves_the_last_one_whole(make_set) -> None:
     for device in broken.devices:
         newest = device.recorded_steps()[0]
         assert newest.step == 2
-        device.restore(newest, broken.host)
+        restore(device, newest, broken.host)
     for ours, theirs in zip(broken.state(), expected, strict=True):
         np.testing.assert_array_equal(ours.view(np.uint32), theirs.view(np.uint32))
     for ours, theirs in zip(broken.host.words, straight.host.words, strict=True):
@@ -566,9 +573,9 @@ def test_a_flipped_bit_is_found_on_restoring(make_set, what: str) -> None:
         file.seek(offset)
         file.write(bytes([byte[0] ^ 4]))
     reopen(own)
-    own.devices[0].restore(own.devices[0].recorded_steps()[0], own.host)
+    restore(own.devices[0], own.devices[0].recorded_steps()[0], own.host)
     with pytest.raises(CorruptStateError, match=rf"{what}\.{place}") as caught:
-        own.devices[1].restore(newest, own.host)
+        restore(own.devices[1], newest, own.host)
     assert str(own.paths[1]) in str(caught.value)
 
 
@@ -582,7 +589,7 @@ def test_a_truncated_state_file_is_an_error_not_a_hang(make_set, left: int) -> N
         os.truncate(own.paths[0] / f"state.{place}", left)
     reopen(own)
     with pytest.raises(DeviceIOError, match="bytes short"):
-        own.devices[0].restore(newest, own.host)
+        restore(own.devices[0], newest, own.host)
 
 
 def test_read_state_of_a_run_that_spans_records(make_set) -> None:

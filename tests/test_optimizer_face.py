@@ -242,3 +242,25 @@ def test_offload_logs_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture)
 
 def test_the_version_is_told() -> None:
     assert re.fullmatch(r"\d+\.\d+\.\d+", smart_infinity.__version__)
+
+
+def test_the_superseded_optimizer_refuses_to_step(tmp_path: Path) -> None:
+    model = small_net()
+    source = OPTIMIZERS["adamw"](model.parameters())
+    optimizer = offload(model, source, directories(tmp_path, 1))
+    net_loss(model, 0).backward()
+    before = weights_of(model)
+    with pytest.raises(UnsupportedError, match="the one that offload\\(\\) returned"):
+        source.step()
+    assert same_bits(weights_of(model), before)
+    optimizer.close()
+    net_loss(model, 0).backward()
+    source.step()  # an ordinary optimizer again
+    assert not same_bits(weights_of(model), before)
+
+
+def test_adagrads_sums_do_not_stay_in_memory(tmp_path: Path) -> None:
+    model = small_net()
+    source = OPTIMIZERS["adagrad"](model.parameters())
+    with offload(model, source, directories(tmp_path, 1)):
+        assert not source.state

@@ -39,7 +39,7 @@ from smart_infinity.kernels.formats import FORMAT_OF_DTYPE
 from smart_infinity.layout import FORMAT_VERSION
 from smart_infinity.link import HostLink
 from smart_infinity.optimizer import OffloadedOptimizer
-from smart_infinity.planning import Plan, check_memory, parse_bytes, plan
+from smart_infinity.planning import Plan, check_memory, parse_bytes, plan, summary
 from smart_infinity.recipe import (
     initial_moment,
     restore_scalars,
@@ -53,13 +53,12 @@ from smart_infinity.weights import DTYPES, HostWeights
 
 logger = logging.getLogger("smart_infinity")
 
-ENDURANCE_BYTES = 600e12  # what a common 1 TB drive is rated for
 Groups = list[dict[str, Any]]
 ModuleT = TypeVar("ModuleT", bound=torch.nn.Module)
 ResultT = TypeVar("ResultT")
 
 # Weak on both sides: an engine holds the model's modules, and must not keep them alive by itself.
-_engines: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[Engine]] = (
+_engines: weakref.WeakKeyDictionary[torch.nn.Module, tuple[weakref.ref[Engine], Guard]] = (
     weakref.WeakKeyDictionary()
 )
 
@@ -92,29 +91,35 @@ def offload(
     Raises:
         SmartInfinityError: one of its subclasses, before anything is changed.
     """
+    if resume not in (True, False, None):
+        raise UnsupportedError(f"resume is {resume!r}. Expected True, False or None")
     paths = check_specs(devices)
     budget = parse_bytes(device_memory)
     planned = plan(model, torch_optimizer, len(paths), dtype)
     if budget is None:
         check_memory(planned.layout)
-    failed = _failed_engine(model)
+    failed = _failed_guard(model)
     kernels.prepare(planned.layout.optimizer)
     opened: list[Device] = []
+    engine: Engine | None = None
     try:
         for index, path in enumerate(paths):
             opened.append(open_device(path, planned.layout, index))
         engine = Engine(model, planned, opened)
-        torn_set = failed.set_uuid if failed is not None else None
+        torn_set = failed.torn_set if failed is not None else None
         engine.begin(torch_optimizer.param_groups, dtype, budget, resume, torn_set)
-    except BaseException:
+    except BaseException as error:
         for device in opened:
             device.abandon()
             device.close()
+        if engine is not None and engine.weights_moved:
+            engine.guard.alarm(model, error, engine.set_uuid)
+            _engines[model] = weakref.ref(engine), engine.guard
         raise
     if failed is not None:
-        failed.guard.silence()
-    _engines[model] = weakref.ref(engine)
-    logger.info("%s", engine.summary())
+        failed.silence()
+    _engines[model] = weakref.ref(engine), engine.guard
+    logger.info("%s", summary(planned.layout))
     return model, OffloadedOptimizer(engine, torch_optimizer)
 
 
@@ -135,6 +140,8 @@ class Engine:
         self._set_uuid, self._attempt = str(uuid.uuid4()), os.urandom(16)
         self._pool = ThreadPoolExecutor(len(devices), thread_name_prefix="smart-infinity")
         self.guard = Guard()
+        self.weights_moved = False  # by a resume; if it fails then, the model is torn
+        self.on_release: list[Callable[[], object]] = []
 
     # --- the step --------------------------------------------------------------------------
 
@@ -160,7 +167,7 @@ class Engine:
                 )
             except BaseException as error:
                 self._release()
-                self.guard.alarm(self._model(), error)
+                self.guard.alarm(self._model(), error, self._set_uuid)
                 raise
             self.weights.announce(active)
             self.steps = self.committed_step = commit.step
@@ -204,6 +211,11 @@ class Engine:
         for device in self.devices:
             device.attach(device_memory)
         if found is None:
+            if resume:
+                logger.warning(
+                    "resume=True, but %s hold no step yet: starting fresh",
+                    [device.path for device in self.devices],
+                )
             try:
                 self._begin_anew(groups)
             except DeviceIOError as error:
@@ -215,8 +227,7 @@ class Engine:
                 ) from error
             self._cast(dtype)
         else:
-            self._cast(dtype)
-            self._continue_from(found, groups)
+            self._continue_from(found, groups, dtype)
         self.weights.take_fingerprints()
         self.gradients = GradientStream(
             self.layout, self._parameters, self.devices, self.link, self.guard
@@ -251,21 +262,28 @@ class Engine:
                 )
             )
 
-    def _continue_from(self, found: Sequence[LedgerRecord], groups: Groups) -> None:
+    def _continue_from(
+        self, found: Sequence[LedgerRecord], groups: Groups, dtype: torch.dtype | None
+    ) -> None:
+        """Go back to a committed step. All that can be refused is, before a weight moves."""
         superblock = self.devices[0].identify()
         assert superblock is not None, "recover() has read it"
-        blobs = self._on_all_devices(
-            lambda device, index: device.restore(found[index], self.weights.port(index))
-        )
-        saved_groups = json.loads(blobs[0])["param_groups"]
-        if len(saved_groups) != len(groups):
+        blobs = self._on_all_devices(lambda device, index: device.settle(found[index]))
+        saved = json.loads(blobs[0])
+        if saved["members"] != self._members(groups):
             raise StateMismatchError(
-                f"the state has {len(saved_groups)} param_groups and the optimizer {len(groups)}. "
+                "the param_groups of the state hold other parameters than the optimizer's do: "
+                f"{[len(own) for own in saved['members']]} against "
+                f"{[len(own) for own in self._members(groups)]} in each, or in another order. "
                 "Expected the groups of the run to be continued"
             )
-        for group, saved in zip(groups, saved_groups, strict=True):
-            restore_scalars(group, saved)
         self._set_uuid = superblock.set_uuid
+        with deferred_interrupt():
+            self.weights_moved = True
+            self._cast(dtype)
+            self._on_all_devices(lambda device, index: device.restore(self.weights.port(index)))
+            for group, own in zip(groups, saved["param_groups"], strict=True):
+                restore_scalars(group, own)
         self.steps = self.committed_step = found[0].step
         self._counts = found[0].counts
 
@@ -278,8 +296,20 @@ class Engine:
         self.weights.bind()
 
     def _commit(self, step: int, counts: npt.NDArray[np.int64], groups: Groups) -> Commit:
-        blob = json.dumps({"param_groups": [scalars(group) for group in groups]})
+        blob = json.dumps(
+            {
+                "param_groups": [scalars(group) for group in groups],
+                "members": self._members(groups),
+            }
+        )
         return Commit(step, self._attempt, counts, blob.encode())
+
+    def _members(self, groups: Groups) -> list[list[int]]:
+        """By group, the layout's indices of its offloaded parameters."""
+        return [
+            [self._index_of[id(p)] for p in group["params"] if id(p) in self._index_of]
+            for group in groups
+        ]
 
     def close(self) -> None:
         """Release the devices and make the model an ordinary one."""
@@ -288,6 +318,8 @@ class Engine:
             self.guard.state = State.CLOSED
 
     def _release(self) -> None:
+        for undo in self.on_release:
+            undo()
         self.gradients.detach()
         self._pool.shutdown(wait=True)
         for device in self.devices:
@@ -297,15 +329,6 @@ class Engine:
     def set_uuid(self) -> str:
         """Names the set of devices that holds the state."""
         return self._set_uuid
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether weights and state may disagree; raises if the engine still runs."""
-        if self.guard.state is State.OPEN:
-            raise UnsupportedError(
-                "the model is offloaded already. Call close() on its optimizer first"
-            )
-        return self.guard.state is State.FAILED
 
     # --- reading ---------------------------------------------------------------------------
 
@@ -320,7 +343,7 @@ class Engine:
             )
         names = ("master", *self.layout.moments)
         shape = self.layout.parameters[index].shape
-        state = {name: torch.empty(shape, dtype=torch.float32) for name in names}
+        state = {name: torch.empty(shape, dtype=torch.float32, device="cpu") for name in names}
         for number, run in self.layout.runs_of[index]:
             own = self.layout.devices[number].runs[run]
             place = slice(own.start, own.start + own.length)
@@ -328,7 +351,7 @@ class Engine:
             for name, values in zip(names, tensors, strict=True):
                 state[name].view(-1).numpy()[place] = self.link.carry("state_to_host", values)
         if self.layout.optimizer != "sgd":
-            state["step"] = torch.tensor(float(self._counts[index]))
+            state["step"] = torch.tensor(float(self._counts[index]), device="cpu")
         return state
 
     def manifest(self) -> dict[str, str | int]:
@@ -338,17 +361,6 @@ class Engine:
             "step": self.committed_step,
             "layout_hash": self.layout.hash(),
         }
-
-    def summary(self) -> str:
-        """The line that `offload()` logs."""
-        sizes = [self.layout.state_nbytes(index) for index in range(len(self.devices))]
-        written = max(sizes)
-        return (
-            f"offloaded {self.layout.num_elements:,} parameters to {len(self.devices)} device(s): "
-            f"{_readable(2 * written)} reserved on each, {_readable(written)} written to each "
-            f"per step, {ENDURANCE_BYTES / max(written, 1):,.0f} steps until a 600 TBW drive is "
-            "worn"
-        )
 
     def _on_all_devices(self, call: Callable[[Device, int], ResultT]) -> list[ResultT]:
         """Run on all devices at once; waits for every one before it raises the first error."""
@@ -361,15 +373,13 @@ class Engine:
         return [future.result() for future in futures]
 
 
-def _readable(nbytes: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if nbytes < 1000:
-            return f"{nbytes:.3g} {unit}"
-        nbytes /= 1000
-    return f"{nbytes:.3g} TB"
-
-
-def _failed_engine(model: torch.nn.Module) -> Engine | None:
-    reference = _engines.get(model)
-    previous = reference() if reference is not None else None
-    return previous if previous is not None and previous.has_failed else None
+def _failed_guard(model: torch.nn.Module) -> Guard | None:
+    """The guard of the failure that tore this model's weights, if one did."""
+    reference, guard = _engines.get(model, (None, None))
+    if reference is None or guard is None:
+        return None
+    if guard.state is State.OPEN and reference() is not None:
+        raise UnsupportedError(
+            "the model is offloaded already. Call close() on its optimizer first"
+        )
+    return guard if guard.state is State.FAILED else None

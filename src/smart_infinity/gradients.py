@@ -8,6 +8,7 @@ name. What it understands is the table ``_HANDLERS`` at the end; the work is don
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,7 @@ class OffloadedGradient(torch.Tensor):
     devices. ``to_dense()`` fetches the values. Everything else raises `OffloadedGradientError`.
     """
 
-    _stream: GradientStream
+    _reference: weakref.ref[GradientStream]
     _index: int
 
     # Nothing is to be done above the dispatcher: this makes each operation cheaper.
@@ -41,7 +42,7 @@ class OffloadedGradient(torch.Tensor):
         own = torch.Tensor._make_wrapper_subclass(
             cls, parameter.shape, dtype=torch.float32, device=parameter.device
         )
-        own._stream, own._index = stream, index
+        own._reference, own._index = weakref.ref(stream), index
         assert isinstance(own, OffloadedGradient)
         return own
 
@@ -61,6 +62,35 @@ class OffloadedGradient(torch.Tensor):
         if handler is None:
             raise _refusal(func, args)
         return handler(func, *args, **(kwargs or {}))
+
+    @property
+    def _stream(self) -> GradientStream:
+        stream = self._reference()
+        if stream is None:
+            raise OffloadedGradientError(
+                "this gradient's optimizer is gone, and its values with it. Keep the optimizer "
+                "that offload() returned for as long as its gradients are used"
+            )
+        return stream
+
+    @property
+    def data(self) -> OffloadedGradient:
+        """The gradient itself; assigning a dense tensor replaces the landed values."""
+        return self
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if value is not self:
+            if type(value) is OffloadedGradient:
+                raise _refusal("data = another offloaded gradient", (self,))
+            self._stream.land(self._index, value)
+
+    def _refuse_storage(self, *args: Any, **kwargs: Any) -> Any:
+        raise _refusal("access to the storage", (self,))
+
+    # There is no memory behind these, and torch would read or move it all the same.
+    share_memory_ = untyped_storage = storage = data_ptr = _refuse_storage
+    __dlpack__ = __dlpack_device__ = pin_memory = _refuse_storage
 
     def to_dense(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Fetch the gradient as a dense fp32 tensor (counted as ``gradients_to_host``)."""
@@ -88,6 +118,12 @@ class OffloadedGradient(torch.Tensor):
 def _refusal(func: object, args: Sequence[Any]) -> OffloadedGradientError:
     flat = [item for arg in args for item in (arg if isinstance(arg, list | tuple) else [arg])]
     names = [g._stream.name(g._index) for g in flat if isinstance(g, OffloadedGradient)]
+    if func is _aten._to_copy.default:
+        return OffloadedGradientError(
+            f"the gradient of {names[0]} lives on the storage devices and cannot be converted or "
+            "moved. Do not call model.to(), half() or the like after offload(); pass dtype= to "
+            "offload(). To copy a gradient use grad.to_dense()"
+        )
     return OffloadedGradientError(
         f"{func} on the gradient of {names[0] if names else 'a parameter'}, which lives on the "
         "storage devices. Expected norm, mul_, div_ or clamp_ by a number, add_ of a dense tensor, "
@@ -118,6 +154,9 @@ def _norm(
         raise _refusal(func, (gradient,))
     value = gradient._stream.norm(gradient._index, 2.0 if power is None else float(power))
     shape = [1] * gradient.dim() if keepdim else []
+    if dtype in (None, torch.float32):
+        with np.errstate(over="ignore"):  # beyond fp32 is infinite, as in torch
+            value = float(np.float32(value))
     return torch.full(shape, value, dtype=dtype or torch.float32, device=gradient.device)
 
 

@@ -24,12 +24,18 @@ class State(enum.Enum):
 
 
 class Guard:
-    """Raises where an engine must not be used. Calling it is the check."""
+    """Raises where an engine must not be used. Calling it is the check.
+
+    Attributes:
+        state: where the engine is in its life.
+        torn_set: the set of devices whose failure tore the model's weights, if one did.
+    """
 
     def __init__(self) -> None:
         self.state = State.OPEN
         self._pid = os.getpid()
         self._reason = ""
+        self.torn_set: str | None = None
         self._alarms: list[Any] = []
 
     def __call__(self) -> None:
@@ -45,9 +51,9 @@ class Guard:
             )
         if self.state is State.FAILED:
             raise OptimizerFailedError(
-                f"an earlier step failed ({self._reason}), so weights and state disagree. Call "
-                "offload(model, optimizer, devices, resume=True) to go back to the last committed "
-                "step"
+                f"an earlier step or resume failed ({self._reason}), so weights and state "
+                "disagree. Call offload(model, optimizer, devices, resume=True) to go back to the "
+                "last committed step"
             )
 
     @property
@@ -55,9 +61,10 @@ class Guard:
         """Whether this process is a fork of the one that owns the devices."""
         return os.getpid() != self._pid
 
-    def alarm(self, model: torch.nn.Module | None, error: BaseException) -> None:
+    def alarm(self, model: torch.nn.Module | None, error: BaseException, set_uuid: str) -> None:
         """After a failure: nothing may be computed from the weights or saved."""
         self.state, self._reason = State.FAILED, f"{type(error).__name__}: {error}"
+        self.torn_set = set_uuid
 
         def check(*_: object) -> None:
             self()

@@ -15,6 +15,13 @@ if TYPE_CHECKING:
     from smart_infinity.engine import Engine
 
 
+def _refuse_superseded(*_: object) -> None:
+    raise UnsupportedError(
+        "step() was called on the optimizer that was given to offload(). Call it on the one that "
+        "offload() returned: model, optimizer = smart_infinity.offload(model, optimizer, ...)"
+    )
+
+
 class OffloadedOptimizer(torch.optim.Optimizer):
     """A `torch.optim.Optimizer` whose state lives on storage devices; made by `offload()`.
 
@@ -28,6 +35,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._engine, self._source = engine, source
         # Adagrad makes its sums in the constructor; they are on the devices now.
         source.state.clear()
+        engine.on_release.append(source.register_step_pre_hook(_refuse_superseded).remove)
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -143,11 +151,24 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """Take hyper-parameters from a manifest of this very set at this very step."""
         self._engine.guard()
         seen, expected = state_dict.get("smart_infinity"), self._engine.manifest()
+        if seen is None:
+            raise StateMismatchError(
+                "the state_dict is not a manifest of an offloaded optimizer. Expected what "
+                "state_dict() of this optimizer returned; moments of another optimizer cannot be "
+                "loaded into the devices"
+            )
         if seen != expected:
             raise StateMismatchError(
                 f"the state_dict is of {seen}, the devices hold {expected}. Expected a manifest "
                 "taken from this optimizer at its present step; the state itself is on the devices "
                 "and is continued with offload(..., resume=True)"
+            )
+        theirs = [len(group["params"]) for group in state_dict["param_groups"]]
+        ours = [len(group["params"]) for group in self.param_groups]
+        if theirs != ours:
+            raise StateMismatchError(
+                f"the state_dict has param_groups of {theirs} parameters, the optimizer of {ours}. "
+                "Expected a manifest of this optimizer"
             )
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             restore_scalars(group, {k: v for k, v in saved.items() if k != "params"})

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import psutil
@@ -16,6 +15,7 @@ from smart_infinity.layout import Layout, ParameterSpec, plan_layout
 from smart_infinity.recipe import model_parameters, moments_of, optimizer_name
 from smart_infinity.weights import DTYPES
 
+ENDURANCE_BYTES = 600e12  # what a common 1 TB drive is rated for
 Owners = list[tuple[torch.nn.Module, str]]
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
@@ -90,6 +90,24 @@ def check_memory(layout: Layout) -> None:
         )
 
 
+def summary(layout: Layout) -> str:
+    """The line that `offload()` logs."""
+    written = max(layout.state_nbytes(device.index) for device in layout.devices)
+    return (
+        f"offloaded {layout.num_elements:,} parameters to {len(layout.devices)} device(s): "
+        f"{_readable(2 * written)} reserved on each, {_readable(written)} written to each per "
+        f"step, {ENDURANCE_BYTES / max(written, 1):,.0f} steps until a 600 TBW drive is worn"
+    )
+
+
+def _readable(nbytes: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if nbytes < 1000:
+            return f"{nbytes:.3g} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.3g} TB"
+
+
 def owners_of(model: torch.nn.Module, parameters: Sequence[torch.nn.Parameter]) -> list[Owners]:
     """By parameter, every (module, attribute) that holds it; a tied weight has several."""
     index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
@@ -121,6 +139,11 @@ def _check_parameters(
     model: torch.nn.Module, named: Sequence[tuple[str, torch.nn.Parameter]]
 ) -> None:
     for name, parameter in named:
+        if isinstance(parameter, torch.nn.parameter.UninitializedParameter):
+            raise UnsupportedError(
+                f"parameter {name} has no shape yet (a lazy module). Run one forward before "
+                "making the optimizer"
+            )
         if parameter.device.type != "cpu":
             raise UnsupportedError(
                 f"parameter {name} is on {parameter.device}. Expected the CPU; call "
@@ -139,14 +162,27 @@ def _check_parameters(
                 f"module {path} ({type(module).__name__}) makes sparse gradients. Build it with "
                 "sparse=False"
             )
-    extents = sorted(
-        (parameter.data_ptr(), parameter.numel() * parameter.element_size(), name)
-        for name, parameter in named
-        if parameter.numel() and parameter.is_contiguous()
-    )
-    for (begin, nbytes, name), (following, _, other) in itertools.pairwise(extents):
-        if following < begin + nbytes:
+    _refuse_shared_memory(model, held)
+
+
+def _refuse_shared_memory(model: torch.nn.Module, held: Mapping[int, str]) -> None:
+    """Refuse an offloaded parameter whose memory another parameter object also uses."""
+    last: tuple[int, str, bool] = (0, "", False)  # end, name, offloaded
+    for begin, end, name, offloaded in sorted(
+        (*_extent(parameter), name, id(parameter) in held)
+        for name, parameter in model.named_parameters()
+        if parameter.numel() and parameter.device.type == "cpu"
+    ):
+        if begin < last[0] and (offloaded or last[2]):
             raise UnsupportedError(
-                f"parameters {name} and {other} are two objects that share memory. Expected tied "
+                f"parameters {last[1]} and {name} are two objects that share memory. Expected tied "
                 "weights to be one Parameter object: assign one module's parameter to the other"
             )
+        if end > last[0]:
+            last = (end, name, offloaded)
+
+
+def _extent(parameter: torch.Tensor) -> tuple[int, int]:
+    strides = zip(parameter.shape, parameter.stride(), strict=True)
+    elements = 1 + sum((size - 1) * stride for size, stride in strides)
+    return parameter.data_ptr(), parameter.data_ptr() + elements * parameter.element_size()

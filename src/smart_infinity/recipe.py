@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 from smart_infinity.errors import UnsupportedError
@@ -18,6 +20,7 @@ TORCH_OPTIMIZERS: dict[type, str] = {
     torch.optim.Adagrad: "adagrad",
 }
 
+_NO_JSON = object()
 _REFUSED_FLAGS = ("amsgrad", "maximize", "capturable", "differentiable")
 
 
@@ -73,16 +76,24 @@ def counts_step(name: str, group: Mapping[str, Any]) -> bool:
 
 
 def scalars(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A group's hyper-parameters as JSON values, without its parameters."""
-    return {key: _plain(value) for key, value in group.items() if key != "params"}
+    """A group's hyper-parameters as JSON values, without its parameters.
+
+    What has no JSON form (a key of the user's own) is left out, and stays as it is on a resume.
+    """
+    plain = {key: _plain(value) for key, value in group.items() if key != "params"}
+    return {key: value for key, value in plain.items() if value is not _NO_JSON}
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.item() if value.numel() == 1 else value.tolist()
+    """A JSON value that means the same number, or `_NO_JSON`."""
+    if isinstance(value, torch.Tensor | np.ndarray | np.generic):
+        return value.tolist()
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return value if isinstance(value, bool | int | float | str | None) else repr(value)
+        items = [_plain(item) for item in value]
+        return _NO_JSON if any(item is _NO_JSON for item in items) else items
+    if isinstance(value, bool | int | float | str | None):
+        return value
+    return float(value) if isinstance(value, numbers.Real) else _NO_JSON
 
 
 def restore_scalars(group: dict[str, Any], saved: Mapping[str, Any]) -> None:

@@ -86,7 +86,7 @@ def _mismatch(devices: Sequence[Device], layout: Layout) -> str:
     for device in devices:
         superblock = device.identify()
         if superblock is None:
-            return f"device {device.path} holds no state, but others of the set do"
+            return f"device {device.path} holds no state (it has no superblock)"
         superblocks.append(superblock)
     first = superblocks[0]
     for device, superblock in zip(devices, superblocks, strict=True):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import struct
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,6 +27,7 @@ from smart_infinity.link import HostLink
 from smart_infinity.weights import DTYPES, words_of
 
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
+_MODEST = (2.0**-60, 2.0**60)  # factors that fp32 holds with room to spare
 
 
 class GradientStream:
@@ -61,19 +63,27 @@ class GradientStream:
             for index, parameter in enumerate(parameters)
         ]
         for parameter in parameters:
+            if type(parameter.grad) is OffloadedGradient:  # of an optimizer that was dropped
+                parameter.grad = None
             # The gradient is fp32 whatever the weight is, so that norms are not rounded to 16
             # bits; autograd must accept that.
             parameter.grad_dtype = None
 
     def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
-        own = self.gradients[index]
+        # Weak: Python's garbage collector does not see what a hook on a tensor holds, and would
+        # never free a model and an optimizer that were dropped without close().
+        reference = weakref.ref(self)
 
         def hand_over(parameter: torch.Tensor) -> None:
-            gradient = parameter.grad
+            gradient, stream = parameter.grad, reference()
             # A second backward has added to the offloaded gradient by itself (``add_``).
-            if gradient is not None and type(gradient) is not OffloadedGradient:
-                self.land(index, gradient)
-                parameter.grad = own
+            if (
+                stream is not None
+                and gradient is not None
+                and type(gradient) is not OffloadedGradient
+            ):
+                stream.land(index, gradient)
+                parameter.grad = stream.gradients[index]
 
         return hand_over
 
@@ -141,18 +151,35 @@ class GradientStream:
 
     def scale(self, index: int, by: float) -> None:
         """Record a factor."""
+        self.guard()
         factor, low, high = self._pending[index]
+        if not _MODEST[0] <= abs(factor * by) <= _MODEST[1] and math.isfinite(by) and by != 0:
+            # The kernel's factor is fp32: a product of extreme ones is taken step by step, as
+            # torch takes it.
+            self._fold(index)
+            factor, low, high = NO_PENDING
         low, high = (_scaled(low, by), _scaled(high, by))
         self._pending[index] = (factor * by, min(low, high), max(low, high))
+        if not _MODEST[0] <= abs(by) <= _MODEST[1] and math.isfinite(by) and by != 0:
+            self._fold(index)
 
     def clamp(self, index: int, low: float, high: float) -> None:
         """Record bounds; (factor, low, high) is closed under scaling and clamping."""
+        self.guard()
         factor, old_low, old_high = self._pending[index]
         self._pending[index] = (
             factor,
             min(max(old_low, low), high),
             min(max(old_high, low), high),
         )
+
+    def _fold(self, index: int) -> None:
+        """Apply what is pending to the landed gradient, in fp32, on the devices."""
+        pending, peak = self._pending[index], 0
+        if pending != NO_PENDING:
+            for device, run in self.layout.runs_of[index]:
+                peak = max(peak, self._devices[device].gradients.fold(run, pending))
+            self._peaks[index], self._pending[index] = peak, NO_PENDING
 
     def norm(self, index: int, power: float) -> float:
         """The p-norm, as the step would use the gradient."""
@@ -195,7 +222,8 @@ class GradientStream:
     def to_dense(self, index: int) -> torch.Tensor:
         """Fetch a gradient as a dense fp32 tensor of the parameter's shape."""
         self.guard()
-        out = torch.empty(self.layout.parameters[index].shape, dtype=torch.float32)
+        shape = self.layout.parameters[index].shape
+        out = torch.empty(shape, dtype=torch.float32, device="cpu")
         flat = out.view(-1).numpy()
         for device, run in self.layout.runs_of[index]:
             own = self.layout.devices[device].runs[run]

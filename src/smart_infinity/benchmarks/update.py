@@ -16,12 +16,13 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 
 import numpy as np
+import psutil
 import torch
 
 import smart_infinity
 from smart_infinity.benchmarks.raw import RawCopy, free_nbytes
 from smart_infinity.devices import check_specs
-from smart_infinity.errors import DeviceFullError, DeviceSpecError
+from smart_infinity.errors import DeviceFullError, DeviceMemoryError, DeviceSpecError
 from smart_infinity.layout import Layout
 from smart_infinity.planning import plan
 from smart_infinity.storage.blockfile import direct_io_refusal
@@ -60,6 +61,19 @@ class UpdateResult:
         return asdict(self)
 
 
+# Weights and gradients in bf16, and the landed gradient.
+MEMORY_BYTES_PER_PARAMETER = 6
+
+
+def _require_memory(num_params: int) -> None:
+    needed, available = MEMORY_BYTES_PER_PARAMETER * num_params, psutil.virtual_memory().available
+    if needed > available:
+        raise DeviceMemoryError(
+            f"{num_params:,} parameters need {needed:,} bytes of memory, of which {available:,} "
+            "are available. Use fewer parameters"
+        )
+
+
 class _Layer(torch.nn.Module):
     def __init__(self, weight: torch.Tensor) -> None:
         super().__init__()
@@ -82,6 +96,7 @@ def measure_update(
         on_progress: told what is happening.
     """
     paths = check_specs(devices)
+    _require_memory(num_params)
     generator = torch.Generator().manual_seed(0)
     model = _make_model(num_params, generator)
     torch_optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)

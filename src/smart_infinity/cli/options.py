@@ -35,7 +35,8 @@ class TrainOptions:
     seq_len: int
     accumulate: int
     optimizer: OptimizerName
-    lr: float
+    lr: float | None
+    """None: that of a resumed state, or the default."""
     weight_decay: float
     max_grad_norm: float
     dtype: DtypeName

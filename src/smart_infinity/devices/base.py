@@ -78,6 +78,10 @@ class GradientMemory(ABC):
         """Add to a landed run in fp32; returns the largest magnitude bits of the sum."""
 
     @abstractmethod
+    def fold(self, index: int, pending: Pending) -> int:
+        """Apply what is pending to a landed run, in fp32; returns its largest magnitude bits."""
+
+    @abstractmethod
     def clear(self, index: int) -> None:
         """Make a landed run zero, whatever it held."""
 
@@ -141,8 +145,12 @@ class Device(ABC):
         """Remember to be that device of the set, now that every device holds its first state."""
 
     @abstractmethod
-    def restore(self, record: LedgerRecord, host: HostPort) -> bytes:
-        """Make ``record`` the only step, verify all of it, send the weights; returns the blob."""
+    def settle(self, record: LedgerRecord) -> bytes:
+        """Make ``record`` the only step; returns what the host committed with it."""
+
+    @abstractmethod
+    def restore(self, host: HostPort) -> None:
+        """Verify all state of the settled step and send the weights to the host."""
 
     @abstractmethod
     def update(self, plan: StepPlan, host: HostPort) -> None:

@@ -147,7 +147,8 @@ class LocalDevice(Device):
                     f"zone for gradients needs {zone} and one transfer buffer {each}. Expected at "
                     f"least {zone + each} bytes; raise device_memory or add devices"
                 )
-            self._num_workers = min(self._num_workers, (device_memory - zone) // each)
+            if each:  # a device may hold nothing at all
+                self._num_workers = min(self._num_workers, (device_memory - zone) // each)
         self.gradients = LandingZone(self._plan)
 
     def abandon(self) -> None:
@@ -191,40 +192,41 @@ class LocalDevice(Device):
         """See `Device.seal`."""
         slots.write_superblock(self.path, superblock, self._layout.to_json())
 
-    def restore(self, record: LedgerRecord, host: HostPort) -> bytes:
-        """See `Device.restore`."""
+    def settle(self, record: LedgerRecord) -> bytes:
+        """See `Device.settle`."""
         self._open_files()
-        assert self._ledger is not None
-        self._ledger.settle(record)
-        self._places, self._checksums = record.places, record.checksums
-        self._blob_place = record.blob_place
-        self._written = {}
-
-        def check(state_record: Record, checksum: int) -> None:
-            if checksum != int(record.checksums[state_record.index]):
-                place = int(record.places[state_record.index])
-                raise CorruptStateError(
-                    f"device {self.path}: state record {state_record.index} in "
-                    f"{slots.STATE[place]} differs from what step {record.step} committed. "
-                    "Expected the bytes that were written; restore the directory from a copy, or "
-                    "begin anew with resume=False"
-                )
-
-        def compute(own: Record, state: npt.NDArray[np.float32], buffer: Buffer) -> bool:
-            encode_record(state, self._pieces[own.index], buffer.words16, buffer.words32)
-            self._deliver(own, buffer, host, None)
-            return False
-
-        self._run(self._plan.records, compute, self._places, check)
         blob = np.zeros(record.blob_nbytes, np.uint8)
         self._blob_files[record.blob_place].read_into(blob, 0)
         if checksum_of(blob) != record.blob_checksum:
-            raise CorruptStateError(
-                f"device {self.path}: {slots.BLOB[record.blob_place]} differs from what step "
-                f"{record.step} committed. Restore the directory from a copy, or begin anew with "
-                "resume=False"
-            )
+            raise self._corrupt(slots.BLOB[record.blob_place], record.step)
+        assert self._ledger is not None
+        self._ledger.settle(record)
+        self._places, self._checksums = record.places, record.checksums
+        self._blob_place, self._step = record.blob_place, record.step
+        self._written = {}
         return blob.tobytes()
+
+    def restore(self, host: HostPort) -> None:
+        """See `Device.restore`."""
+
+        def check(record: Record, checksum: int) -> None:
+            if checksum != int(self._checksums[record.index]):
+                place = slots.STATE[int(self._places[record.index])]
+                raise self._corrupt(f"state record {record.index} in {place}", self._step)
+
+        def compute(record: Record, state: npt.NDArray[np.float32], buffer: Buffer) -> bool:
+            encode_record(state, self._pieces[record.index], buffer.words16, buffer.words32)
+            self._deliver(record, buffer, host, None)
+            return False
+
+        self._run(self._plan.records, compute, self._places, check)
+
+    def _corrupt(self, what: str, step: int) -> CorruptStateError:
+        return CorruptStateError(
+            f"device {self.path}: {what} differs from what step {step} committed. Expected the "
+            "bytes that were written; restore the directory from a copy, or load weights into the "
+            "model and begin anew with resume=False"
+        )
 
     # --- the step ----------------------------------------------------------------------------
 

@@ -71,6 +71,10 @@ class LandingZone(GradientMemory):
             )
         )
 
+    def fold(self, index: int, pending: Pending) -> int:
+        """See `GradientMemory.fold`."""
+        return self.land(index, F32, self.read(index, pending))
+
     def clear(self, index: int) -> None:
         """See `GradientMemory.clear`."""
         run = self._runs[index]

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import tempfile
+import weakref
 
 import numpy as np
 import numpy.typing as npt
@@ -41,6 +42,11 @@ def direct_io_refusal(directory: str) -> str | None:
     return None
 
 
+def _close_quietly(fd: int) -> None:
+    with contextlib.suppress(OSError):
+        os.close(fd)
+
+
 class BlockFile:
     """A file of a device. Every failure raises `DeviceIOError` naming operation and offset.
 
@@ -57,6 +63,8 @@ class BlockFile:
             self._fd = os.open(path, flags, 0o644)
         except OSError as error:
             raise self._error("open", None, error) from error
+        # Also when the owner is garbage collected without close().
+        self._closer = weakref.finalize(self, _close_quietly, self._fd)
 
     def reserve(self, nbytes: int) -> None:
         """Allocate the file's blocks now, so that a full disk is refused before training."""
@@ -109,10 +117,8 @@ class BlockFile:
 
     def close(self) -> None:
         """Close the descriptor; a second call does nothing."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            with contextlib.suppress(OSError):
-                os.close(fd)
+        self._fd = -1
+        self._closer()
 
     def _whole(self, count: int, wanted: int) -> int:
         # After a short transfer in direct mode the next one must begin on a page again. Less than

@@ -77,6 +77,10 @@ def _record_nbytes(num_records: int, num_parameters: int) -> int:
     return _HEADER.size + 9 * num_records + 8 * num_parameters + _CHECKSUM.size
 
 
+def _padded(nbytes: int) -> int:
+    return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+
+
 def _decode(data: bytes) -> LedgerRecord | None:
     """The record at the start of ``data``, or None if it is not whole."""
     if len(data) < _HEADER.size:
@@ -102,15 +106,18 @@ def _decode(data: bytes) -> LedgerRecord | None:
 
 
 class Ledger:
-    """The ledger file of one device; its size tells where the four places are."""
+    """The ledger file of one device.
+
+    All records of a layout have the same size, so a record tells where its places are; reading
+    looks at every page, so that a file that was cut or grew still gives what is whole in it.
+    """
 
     def __init__(self, file: BlockFile) -> None:
         self._file = file
 
     def reserve(self, num_records: int, num_parameters: int) -> None:
         """Make room for records of a layout."""
-        stride = -(-_record_nbytes(num_records, num_parameters) // PAGE_BYTES) * PAGE_BYTES
-        self._file.reserve(4 * stride)
+        self._file.reserve(4 * _padded(_record_nbytes(num_records, num_parameters)))
 
     def write(self, record: LedgerRecord) -> None:
         """Make a step complete on this device: both copies, then one sync."""
@@ -127,27 +134,24 @@ class Ledger:
     def read(self) -> list[LedgerRecord]:
         """All distinct whole records, newest first."""
         found: dict[StepId, LedgerRecord] = {}
-        stride = self._stride
-        for place in range(4):
-            buffer = np.empty(stride, np.uint8)
-            self._file.read_into(buffer, place * stride)
-            record = _decode(buffer.tobytes())
-            if record is not None:
-                found.setdefault(record.step_id, record)
+        buffer = np.empty(self._file.nbytes(), np.uint8)
+        self._file.read_into(buffer, 0)
+        data = buffer.tobytes()
+        for offset in range(0, len(data), PAGE_BYTES):
+            if data.startswith(_MAGIC, offset):
+                record = _decode(data[offset:])
+                if record is not None:
+                    found.setdefault(record.step_id, record)
         return sorted(found.values(), key=lambda record: record.step, reverse=True)
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
 
-    @property
-    def _stride(self) -> int:
-        return self._file.nbytes() // 4
-
     def _write_at(self, places: Iterable[int], record: LedgerRecord) -> None:
         data = np.frombuffer(record.encode(), np.uint8)
         for place in places:
-            self._file.write_from(data, place * self._stride)
+            self._file.write_from(data, place * _padded(data.size))
         self._file.sync()
 
 
