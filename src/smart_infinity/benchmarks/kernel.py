@@ -89,10 +89,12 @@ def measure_kernels(
             on_progress(f"round {number} of {rounds}")
             taken: dict[tuple[str, int], float] = {}
             for threads in THREADS:
-                with _torch_threads(threads):
-                    taken[TORCH, threads] = _timed(fused.step)
                 for name, call in calls.items():
                     taken[name, threads] = _run(pool, call, num_records, threads)
+                # Last: torch's worker threads spin for a while after their work, and would take
+                # a core from whatever is measured next with as many threads.
+                with _torch_threads(threads):
+                    taken[TORCH, threads] = _timed(fused.step)
             denormals.fill_with_denormals()
             taken[DENORMAL, 1] = _run(pool, denormals.update, num_records, 1)
             if number:
