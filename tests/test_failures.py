@@ -188,10 +188,13 @@ def test_resume_after_the_first_step_failed(failed: Failed, undisturbed: list[Te
     model.state_dict()
 
 
-def test_load_other_weights_after_a_failure(failed: Failed) -> None:
+def test_load_other_weights_after_a_failure(
+    failed: Failed, caplog: pytest.LogCaptureFixture
+) -> None:
     model, _, devices = failed
     model.load_state_dict(small_net(seed=1).state_dict())
     model, optimizer = begin(devices, model, resume=False)
+    assert "Load weights into the model first" in caplog.text
     with optimizer:
         assert same_bits(weights_of(model), weights_of(small_net(seed=1).bfloat16()))
         train(model, optimizer, range(2), net_loss)

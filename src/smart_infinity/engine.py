@@ -211,6 +211,11 @@ class Engine:
         for device in self.devices:
             device.attach(device_memory)
         if found is None:
+            if torn_set is not None:
+                logger.warning(
+                    "the model's weights were torn by a failure, and resume=False takes them as "
+                    "they are now. Load weights into the model first, unless that was done"
+                )
             if resume:
                 logger.warning(
                     "resume=True, but %s hold no step yet: starting fresh",
