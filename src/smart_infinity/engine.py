@@ -136,8 +136,7 @@ class Engine:
         self.steps = self.committed_step = 0
         self.step_was_skipped = self._warned_of_skip = False
         self._counts = np.zeros(len(planned.parameters), np.int64)
-        self._kernel = kernels.OPTIMIZERS[planned.layout.optimizer]
-        self._set_uuid, self._attempt = str(uuid.uuid4()), os.urandom(16)
+        self.set_uuid, self._attempt = str(uuid.uuid4()), os.urandom(16)
         self._pool = ThreadPoolExecutor(len(devices), thread_name_prefix="smart-infinity")
         self.guard = Guard()
         self.weights_moved = False  # by a resume; if it fails then, the model is torn
@@ -167,7 +166,7 @@ class Engine:
                 )
             except BaseException as error:
                 self._release()
-                self.guard.alarm(self._model(), error, self._set_uuid)
+                self.guard.alarm(self._model(), error, self.set_uuid)
                 raise
             self.weights.announce(active)
             self.steps = self.committed_step = commit.step
@@ -259,7 +258,7 @@ class Engine:
             device.seal(
                 Superblock(
                     FORMAT_VERSION,
-                    self._set_uuid,
+                    self.set_uuid,
                     index,
                     len(self.devices),
                     self.layout.hash(),
@@ -282,7 +281,7 @@ class Engine:
                 f"{[len(own) for own in self._members(groups)]} in each, or in another order. "
                 "Expected the groups of the run to be continued"
             )
-        self._set_uuid = superblock.set_uuid
+        self.set_uuid = superblock.set_uuid
         with deferred_interrupt():
             self.weights_moved = True
             self._cast(dtype)
@@ -330,11 +329,6 @@ class Engine:
         for device in self.devices:
             device.close()
 
-    @property
-    def set_uuid(self) -> str:
-        """Names the set of devices that holds the state."""
-        return self._set_uuid
-
     # --- reading ---------------------------------------------------------------------------
 
     def read_state(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
@@ -362,7 +356,7 @@ class Engine:
     def manifest(self) -> dict[str, str | int]:
         """Which state this is."""
         return {
-            "set_uuid": self._set_uuid,
+            "set_uuid": self.set_uuid,
             "step": self.committed_step,
             "layout_hash": self.layout.hash(),
         }
