@@ -57,7 +57,7 @@ Groups = list[dict[str, Any]]
 ModuleT = TypeVar("ModuleT", bound=torch.nn.Module)
 ResultT = TypeVar("ResultT")
 
-# Weak on both sides: an engine holds the model's modules, and must not keep them alive by itself.
+# Weak in model and engine: an engine holds the model's modules, and must not keep them alive.
 _engines: weakref.WeakKeyDictionary[torch.nn.Module, tuple[weakref.ref[Engine], Guard]] = (
     weakref.WeakKeyDictionary()
 )
@@ -89,7 +89,8 @@ def offload(
         The model, and the `OffloadedOptimizer` to use in place of ``torch_optimizer``.
 
     Raises:
-        SmartInfinityError: one of its subclasses, before anything is changed.
+        SmartInfinityError: one of its subclasses, before the model is changed. Only a resume that
+            finds damaged state may have moved weights by then; forward and saving then raise.
     """
     if resume not in (True, False, None):
         raise UnsupportedError(f"resume is {resume!r}. Expected True, False or None")
@@ -230,9 +231,9 @@ class Engine:
                     "written. Free some space, or add a device; nothing was left reserved"
                 ) from error
             self._cast(dtype)
+            self.weights.take_fingerprints()
         else:
-            self._continue_from(found, groups, dtype)
-        self.weights.take_fingerprints()
+            self._continue_from(found, groups, dtype)  # fingerprints are taken on delivery
         self.gradients = GradientStream(
             self.layout, self._parameters, self.devices, self.link, self.guard
         )

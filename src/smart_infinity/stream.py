@@ -27,7 +27,6 @@ from smart_infinity.link import HostLink
 from smart_infinity.weights import DTYPES, words_of
 
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
-_MODEST = (2.0**-60, 2.0**60)  # factors that fp32 holds with room to spare
 
 
 class GradientStream:
@@ -118,6 +117,15 @@ class GradientStream:
 
     def land(self, index: int, gradient: torch.Tensor) -> None:
         """Send a dense gradient to the devices, replacing what had landed."""
+        self._send(index, gradient, lambda zone, *part: zone.land(*part))
+
+    def accumulate(self, index: int, gradient: torch.Tensor) -> None:
+        """Add a dense gradient to the landed one, in fp32."""
+        pending = self._pending[index]
+        self._send(index, gradient, lambda zone, *part: zone.accumulate(*part, pending))
+
+    def _send(self, index: int, gradient: torch.Tensor, store: Callable[..., int]) -> None:
+        """Carry a gradient to the devices; ``store(zone, run, form, words)`` returns its peak."""
         self.guard()
         words, form = self._words(index, gradient)
         peak = 0
@@ -126,20 +134,7 @@ class GradientStream:
             part = self._link.carry(
                 "gradients_to_device", words[own.start : own.start + own.length]
             )
-            peak = max(peak, self._devices[device].gradients.land(run, form, part))
-        self._peaks[index], self._pending[index] = peak, NO_PENDING
-
-    def accumulate(self, index: int, gradient: torch.Tensor) -> None:
-        """Add a dense gradient to the landed one, in fp32."""
-        self.guard()
-        words, form = self._words(index, gradient)
-        pending, peak = self._pending[index], 0
-        for device, run in self.layout.runs_of[index]:
-            own = self.layout.devices[device].runs[run]
-            part = self._link.carry(
-                "gradients_to_device", words[own.start : own.start + own.length]
-            )
-            peak = max(peak, self._devices[device].gradients.accumulate(run, form, part, pending))
+            peak = max(peak, store(self._devices[device].gradients, run, form, part))
         self._peaks[index], self._pending[index] = peak, NO_PENDING
 
     def clear(self, index: int) -> None:
@@ -153,14 +148,14 @@ class GradientStream:
         """Record a factor."""
         self.guard()
         factor, low, high = self._pending[index]
-        if not _MODEST[0] <= abs(factor * by) <= _MODEST[1] and math.isfinite(by) and by != 0:
+        if by != 0 and math.isfinite(by) and not _is_modest(factor * by):
             # The kernel's factor is fp32: a product of extreme ones is taken step by step, as
             # torch takes it.
             self._fold(index)
             factor, low, high = NO_PENDING
         low, high = (_scaled(low, by), _scaled(high, by))
         self._pending[index] = (factor * by, min(low, high), max(low, high))
-        if not _MODEST[0] <= abs(by) <= _MODEST[1] and math.isfinite(by) and by != 0:
+        if by != 0 and math.isfinite(by) and not _is_modest(by):
             self._fold(index)
 
     def clamp(self, index: int, low: float, high: float) -> None:
@@ -255,6 +250,11 @@ class GradientStream:
                 f"{tuple(self.gradients[index].shape)}"
             )
         return words_of(gradient.detach().cpu().contiguous()), FORMAT_OF_DTYPE[dtype]
+
+
+def _is_modest(factor: float) -> bool:
+    """Whether fp32 holds a factor with room to spare."""
+    return 2.0**-60 <= abs(factor) <= 2.0**60
 
 
 def _as_float(bits: int) -> float:
