@@ -132,11 +132,11 @@ def test_a_directory_that_is_not_writable(
         device.chmod(0o500)
     else:  # root may write whatever the mode
         device = mount("-t", "tmpfs", "-o", "ro,size=64k", "none")
-    with pytest.raises(DeviceSpecError, match="not writable"):
+    with pytest.raises(DeviceSpecError, match="not writable|read-only file system"):
         offload(model, adamw(model), [device])
 
 
-@pytest.mark.parametrize("pages", [*range(1, 15)])
+@pytest.mark.parametrize("pages", [1, 2, 3, 5, 8, 12, 16, 18, 20, 22, 24, 26, 28, 32, 40, 50])
 def test_a_full_file_system_is_refused_before_training(
     pages: int, mount: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -149,7 +149,7 @@ def test_a_full_file_system_is_refused_before_training(
     except DeviceFullError as error:
         refusal, optimizer = str(error), None
     if optimizer is None:
-        assert pages < 14, "ten pages of files, and some to spare"
+        assert pages < 50, "some thirty pages of files, and some to spare"
         assert str(tight) in refusal
         assert "Free some space, or add a device" in refusal
         assert files_of(roomy) == files_of(tight) == [], "nothing remains reserved"

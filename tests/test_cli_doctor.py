@@ -10,7 +10,7 @@ from typer.testing import CliRunner, Result
 
 from smart_infinity.benchmarks import machine, raw
 from smart_infinity.cli import app
-from smart_infinity.storage.slots import DeviceLock
+from smart_infinity.storage.lock import DeviceLock
 
 
 def doctor(*directories: object) -> Result:

@@ -112,8 +112,8 @@ class TestRun:
         rows = [line.split() for line in run.result.stdout.splitlines()]
         measured = next(row for row in rows if row[:1] == ["measured"])
         assert measured[1:5] == ["2.00", "2.00", "-", "-"]
-        # Control messages weigh something with a model as small as this one.
-        assert 4.0 <= float(measured[-1]) < 4.1
+        # Control messages (random states among them) weigh something with a model this small.
+        assert 4.0 <= float(measured[-1]) < 4.3
         assert next(row for row in rows if row[:1] == ["ZeRO-Infinity"])[-1] == "32.00"
         held_out = next(row for row in rows if row[:1] == ["held-out"])
         assert float(held_out[4]) < float(held_out[2])
@@ -315,7 +315,8 @@ class TestText:
         tokens = torch.arange(11 * 4 + 3)
 
         def take(count: int, seed: int, skip: int = 0) -> list[Tensor]:
-            batches = cli_text.Windows(tokens, 4, 2, seed).batches(skip=skip)
+            batches = cli_text.Windows(tokens, 4, 2, seed).batches()
+            batches.load_state_dict({"used": 2 * skip})
             return [next(batches) for _ in range(count)]
 
         assert cli_text.Windows(tokens, 4, 2, 7).held_out.tolist() == [[40, 41, 42, 43]]

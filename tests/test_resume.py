@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -180,7 +181,8 @@ def died_before_the_superblock(devices: list[Path]) -> None:
     _, optimizer = begin(devices)
     optimizer.close()
     for device in devices:
-        (device / "superblock.json").unlink()
+        for name in ("superblock.json", "superblock.copy.json"):
+            (device / name).unlink()
         (device / "ledger").write_bytes(bytes(4 * 4096))
 
 
@@ -254,12 +256,14 @@ def test_another_number_of_groups_is_refused(held: Held) -> None:
 @pytest.mark.parametrize(
     ("choose", "message"),
     [
-        (lambda devices, other: devices[::-1], r"devices \[1, 0\] of their set"),
-        (lambda devices, other: devices[:1], "lies on 2 devices and 1 were given"),
+        (
+            lambda devices, other: devices[:1],
+            r"lies on 2 devices and 1 were given.*missing: device 1",
+        ),
         (lambda devices, other: [devices[0], other], "holds no state"),
         (lambda devices, other: [*devices, other], "holds no state"),
     ],
-    ids=["swapped", "one missing", "one empty", "one more"],
+    ids=["one missing", "one empty", "one more"],
 )
 def test_another_set_of_directories_is_refused(
     choose: Callable[[list[Path], Path], list[Path]], message: str, held: Held, tmp_path: Path
@@ -296,20 +300,64 @@ def test_a_flipped_bit_is_noticed(held: Held) -> None:
         begin(devices, resume=True)
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"format_version": 1}'])
+COPIES = ("superblock.json", "superblock.copy.json")
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"format_version": 2}'])
 def test_a_damaged_superblock_is_refused(content: bytes, held: Held) -> None:
     devices, _ = held
-    (devices[1] / "superblock.json").write_bytes(content)
-    with pytest.raises(SmartInfinityError, match=r"superblock\.json|format version"):
+    for name in COPIES:
+        (devices[1] / name).write_bytes(content)
+    with pytest.raises(SmartInfinityError, match=r"superblock\.json is damaged"):
         begin(devices, resume=True)
 
 
-def test_a_later_format_is_refused(held: Held) -> None:
+@pytest.mark.parametrize("name", COPIES)
+def test_a_superblock_is_mended_from_its_other_copy(
+    name: str, held: Held, caplog: pytest.LogCaptureFixture
+) -> None:
+    devices, weights = held
+    whole = (devices[1] / name).read_bytes()
+    (devices[1] / name).write_bytes(whole.replace(b"adamw", b"adamW"))
+    model, optimizer = begin(devices, resume=True)
+    with optimizer:
+        assert same_bits(weights_of(model), weights)
+    assert f"{name} is damaged; its other copy is whole" in caplog.text
+    assert (devices[1] / name).read_bytes() == whole
+
+
+@pytest.mark.parametrize("version", [1, 99])
+def test_another_format_is_refused_by_its_version(version: int, held: Held) -> None:
     devices, _ = held
-    path = devices[0] / "superblock.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"format_version": 99}))
-    with pytest.raises(StateMismatchError, match="format version 99"):
+    for name in COPIES:
+        content = json.loads((devices[0] / name).read_text())
+        del content["checksum"]
+        (devices[0] / name).write_text(json.dumps(content | {"format_version": version}))
+    with pytest.raises(StateMismatchError, match=f"format version {version}, .* reads version 2"):
         begin(devices, resume=True)
+
+
+def test_directories_may_come_in_any_order(held: Held) -> None:
+    devices, weights = held
+    model, optimizer = begin(devices[::-1], resume=True)
+    with optimizer:
+        assert same_bits(weights_of(model), weights)
+        train(model, optimizer, range(3, 5), net_loss)
+        after = weights_of(model)
+    model, optimizer = begin(devices, resume=True)
+    with optimizer:
+        assert same_bits(weights_of(model), after)
+
+
+@pytest.mark.parametrize("resume", [None, True])
+def test_a_copy_of_a_directory_is_refused(resume: bool | None, held: Held, tmp_path: Path) -> None:
+    devices, _ = held
+    copied = tmp_path / "copied"
+    shutil.copytree(devices[0], copied)
+    with pytest.raises(SmartInfinityError, match="one is a copy of the other"):
+        begin([devices[0], copied], resume=resume)
+    with pytest.raises(SmartInfinityError, match="one is a copy of the other"):
+        begin([*devices, copied], resume=resume)
 
 
 def test_edits_before_a_resume_are_overwritten_by_the_state(held: Held) -> None:

@@ -34,7 +34,7 @@ def batches(loaded):
         batch_size=1,
         seed=0,
     )
-    return windows.batches(skip=0)
+    return windows.batches()
 
 
 def losses_of_plain_torch(model, data) -> list[float]:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from smart_infinity.gradients import OffloadedGradient
     from smart_infinity.link import HostLink, Traffic
     from smart_infinity.optimizer import OffloadedOptimizer
+    from smart_infinity.tools.torch_state import load_export, save_export
 
 __version__ = "0.1.0"
 
@@ -27,7 +28,9 @@ __all__ = [
     "SmartInfinityError",
     "Traffic",
     "errors",
+    "load_export",
     "offload",
+    "save_export",
 ]
 
 # Imported on first use: the devices' half of the package runs where torch is not installed, and
@@ -37,7 +40,9 @@ _HOME = {
     "OffloadedGradient": "gradients",
     "OffloadedOptimizer": "optimizer",
     "Traffic": "link",
+    "load_export": "tools.torch_state",
     "offload": "engine",
+    "save_export": "tools.torch_state",
 }
 
 

@@ -9,51 +9,41 @@ forward  <- weights  <-  host link  <-----+
 
 from __future__ import annotations
 
-import errno
-import json
 import logging
 import os
 import uuid
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from smart_infinity import kernels
+from smart_infinity import kernels, snapshots
+from smart_infinity.beginning import begin, go_back
+from smart_infinity.checkpointing import HostState
 from smart_infinity.devices import check_specs, open_device
-from smart_infinity.devices.base import Commit, Device, StepPlan
-from smart_infinity.errors import (
-    DeviceFullError,
-    DeviceIOError,
-    StateMismatchError,
-    UnsupportedError,
-)
+from smart_infinity.devices.base import Device, StepPlan
+from smart_infinity.errors import UnsupportedError
 from smart_infinity.guard import Guard, State
 from smart_infinity.hyperparameters import step_table
 from smart_infinity.interrupts import deferred_interrupt
-from smart_infinity.kernels.formats import FORMAT_OF_DTYPE
-from smart_infinity.layout import FORMAT_VERSION
 from smart_infinity.link import HostLink
 from smart_infinity.optimizer import OffloadedOptimizer
 from smart_infinity.planning import Plan, check_memory, parse_bytes, plan, summary
-from smart_infinity.recipe import (
-    initial_moment,
-    restore_scalars,
-    scalars,
-)
-from smart_infinity.recovery import recover
-from smart_infinity.storage.ledger import LedgerRecord
-from smart_infinity.storage.slots import Superblock
+from smart_infinity.recipe import group_members
+from smart_infinity.recovery import in_order
+from smart_infinity.storage.ledger import LedgerRecord, StepId
+from smart_infinity.storage.store import Commit
 from smart_infinity.stream import GradientStream
-from smart_infinity.weights import DTYPES, HostWeights
+from smart_infinity.weights import HostWeights
 
 logger = logging.getLogger("smart_infinity")
 
 Groups = list[dict[str, Any]]
+Counts = npt.NDArray[np.int64]
 ModuleT = TypeVar("ModuleT", bound=torch.nn.Module)
 ResultT = TypeVar("ResultT")
 
@@ -70,6 +60,9 @@ def offload(
     dtype: torch.dtype | None = None,
     device_memory: int | str | None = None,
     resume: bool | None = None,
+    durability: Literal["step", "none"] = "step",
+    verify: Literal["resume", "read"] = "resume",
+    keep_snapshots: int = 2,
 ) -> tuple[ModuleT, OffloadedOptimizer]:
     """Move an optimizer's state to storage devices, which from then on run the optimizer.
 
@@ -77,13 +70,21 @@ def offload(
         model: a module on the CPU. It is changed in place and returned.
         torch_optimizer: a new `torch.optim.AdamW`, `Adam`, `SGD` or `Adagrad` over parameters of
             the model; class, groups and hyper-parameters are taken from it.
-        devices: 1 to 16 existing directories, one per drive.
+        devices: 1 to 16 existing directories, one per drive. Those of a state that is resumed
+            may come in any order.
         dtype: cast the parameters (not the buffers) to this after the fp32 masters were taken
             from the weights as given; None leaves them.
         device_memory: budget per device for gradients and transfer buffers, in bytes or as in
             ``"512MiB"``; None takes what is needed.
-        resume: where the directories hold a state: True continues it, False discards it, None
-            raises. Empty or half-made directories start fresh in any case.
+        resume: where the directories hold a state: True continues it, False discards it and its
+            snapshots, None raises. Empty or half-made directories start fresh in any case.
+        durability: ``"step"`` commits each step beside the one before, so that a crash at any
+            instant leaves a complete step. ``"none"`` updates in place and takes half the space:
+            a crash in the middle of a step leaves nothing but snapshots, and is refused on a
+            resume; between steps the state is whole.
+        verify: when the checksums of state are checked: ``"resume"``, or at each ``"read"`` too.
+        keep_snapshots: how many of the snapshots that ``state_dict()`` makes are kept; 0 makes
+            none.
 
     Returns:
         The model, and the `OffloadedOptimizer` to use in place of ``torch_optimizer``.
@@ -94,7 +95,13 @@ def offload(
     """
     if resume not in (True, False, None):
         raise UnsupportedError(f"resume is {resume!r}. Expected True, False or None")
+    _check_choice("durability", durability, ("step", "none"))
+    _check_choice("verify", verify, ("resume", "read"))
+    if not isinstance(keep_snapshots, int) or keep_snapshots < 0:
+        raise UnsupportedError(f"keep_snapshots is {keep_snapshots!r}. Expected 0 or more")
     paths = check_specs(devices)
+    if resume:
+        paths = in_order(paths)
     budget = parse_bytes(device_memory)
     planned = plan(model, torch_optimizer, len(paths), dtype)
     if budget is None:
@@ -105,10 +112,19 @@ def offload(
     engine: Engine | None = None
     try:
         for index, path in enumerate(paths):
-            opened.append(open_device(path, planned.layout, index))
-        engine = Engine(model, planned, opened)
+            opened.append(
+                open_device(
+                    path,
+                    planned.layout,
+                    index,
+                    in_place=durability == "none",
+                    check_reads=verify == "read",
+                )
+            )
+        engine = Engine(model, planned, opened, torch_optimizer)
         torn_set = failed.torn_set if failed is not None else None
-        engine.begin(torch_optimizer.param_groups, dtype, budget, resume, torn_set)
+        begin(engine, torch_optimizer.param_groups, dtype, budget, resume, torn_set)
+        engine.connect()  # hooks come last, when all is well
     except BaseException as error:
         for device in opened:
             device.abandon()
@@ -121,27 +137,41 @@ def offload(
         failed.silence()
     _engines[model] = weakref.ref(engine), engine.guard
     logger.info("%s", summary(planned.layout))
-    return model, OffloadedOptimizer(engine, torch_optimizer)
+    return model, OffloadedOptimizer(engine, torch_optimizer, keep_snapshots)
 
 
 class Engine:
     """One offloaded model: its weights, its gradients, its devices, and the step."""
 
-    def __init__(self, model: torch.nn.Module, planned: Plan, devices: Sequence[Device]) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        planned: Plan,
+        devices: Sequence[Device],
+        source: torch.optim.Optimizer,
+    ) -> None:
         self.layout, self.devices = planned.layout, devices
-        self._model = weakref.ref(model)
-        self._parameters = planned.parameters
-        self._index_of = {id(p): index for index, p in enumerate(planned.parameters)}
+        self.model, self.source = weakref.ref(model), source
+        self.parameters = planned.parameters
+        self.index_of = {id(p): index for index, p in enumerate(planned.parameters)}
         self.link = HostLink()
         self.weights = HostWeights(planned.layout, planned.parameters, planned.owners, self.link)
         self.steps = self.committed_step = 0
         self.step_was_skipped = self._warned_of_skip = False
         self._counts = np.zeros(len(planned.parameters), np.int64)
         self.set_uuid, self._attempt = str(uuid.uuid4()), os.urandom(16)
+        self.step_id: StepId = (0, 0, self._attempt)
+        self.host_state = HostState(self.model, weakref.WeakMethod(self.amend))
         self._pool = ThreadPoolExecutor(len(devices), thread_name_prefix="smart-infinity")
         self.guard = Guard()
         self.weights_moved = False  # by a resume; if it fails then, the model is torn
         self.on_release: list[Callable[[], object]] = []
+
+    def connect(self) -> None:
+        """Let gradients stream from the model's parameters to the devices."""
+        self.gradients = GradientStream(
+            self.layout, self.parameters, self.devices, self.link, self.guard
+        )
 
     # --- the step --------------------------------------------------------------------------
 
@@ -150,34 +180,38 @@ class Engine:
         self.guard()
         with deferred_interrupt():
             self.weights.check_identity()
+            self.host_state.warn_of_forgotten()
             active = self.gradients.collect()
             table, counts = step_table(
-                self.layout, groups, self._index_of, self._counts, active, self.gradients.pending
+                self.layout, groups, self.index_of, self._counts, active, self.gradients.pending
             )
             self.step_was_skipped = not self._all_finite(active)
             if self.step_was_skipped or not active.any():
                 return
             edits = self.weights.find_edits(active)
-            commit = self._commit(self.steps + 1, counts, groups)
+            commit = self.make_commit(self.steps + 1, groups, counts)
             try:
-                self._on_all_devices(
+                self.on_all_devices(
                     lambda device, index: self._update(
-                        device, StepPlan(table, edits[index]), index, commit
+                        device, StepPlan(commit.step_id, table, edits[index]), index, commit
                     )
                 )
             except BaseException as error:
-                self._release()
-                self.guard.alarm(self._model(), error, self.set_uuid)
+                self._fail(error)
                 raise
             self.weights.announce(active)
-            self.steps = self.committed_step = commit.step
-            self._counts = counts
+            self.adopt(self.devices[0].committed)
+            self.host_state.committed()
 
     def _update(self, device: Device, step: StepPlan, index: int, commit: Commit) -> None:
         self.link.carry("control", step.table)
         device.update(step, self.weights.port(index))
         self.link.count("control", len(commit.blob))
         device.commit(commit)
+
+    def _fail(self, error: BaseException) -> None:
+        self._release()
+        self.guard.alarm(self.model(), error, self.set_uuid)
 
     def _all_finite(self, active: npt.NDArray[np.bool_]) -> bool:
         for index in np.flatnonzero(active):
@@ -193,128 +227,59 @@ class Engine:
                 return False
         return True
 
-    # --- beginning and ending --------------------------------------------------------------
+    # --- committing --------------------------------------------------------------------------
 
-    def begin(
-        self,
-        groups: Groups,
-        dtype: torch.dtype | None,
-        device_memory: int | None,
-        resume: bool | None,
-        torn_set: str | None,
-    ) -> None:
-        """Make the first state or continue the one found; hooks come last, when all is well.
+    def make_commit(self, step: int, groups: Groups, counts: Counts | None = None) -> Commit:
+        """What all devices commit with a step: its identity, step counts, and the host's part."""
+        blob = self.host_state.encode(groups, self.members(groups), is_amendment=False)
+        step_id = self.step_id[0], step, self._attempt
+        return Commit(step_id, self._counts if counts is None else counts, blob)
 
-        ``torn_set`` is the set whose failure tore the model's weights, or None.
-        """
-        found = recover(self.devices, self.layout, resume, torn_set)
-        for device in self.devices:
-            device.attach(device_memory)
-        if found is None:
-            if torn_set is not None:
-                logger.warning(
-                    "the model's weights were torn by a failure, and resume=False takes them as "
-                    "they are now. Load weights into the model first, unless that was done"
-                )
-            if resume:
-                logger.warning(
-                    "resume=True, but %s hold no step yet: starting fresh",
-                    [device.path for device in self.devices],
-                )
-            try:
-                self._begin_anew(groups)
-            except DeviceIOError as error:
-                if error.errno != errno.ENOSPC:
-                    raise
-                raise DeviceFullError(
-                    f"device {error.device}: its file system became full while {error.path} was "
-                    "written. Free some space, or add a device; nothing was left reserved"
-                ) from error
-            self._cast(dtype)
-            self.weights.take_fingerprints()
-        else:
-            self._continue_from(found, groups, dtype)  # fingerprints are taken on delivery
-        self.gradients = GradientStream(
-            self.layout, self._parameters, self.devices, self.link, self.guard
-        )
-
-    def _begin_anew(self, groups: Groups) -> None:
-        for device in self.devices:
-            device.create()
-        formats = [FORMAT_OF_DTYPE[DTYPES[p.dtype]] for p in self._parameters]
-        moments: list[list[float]] = [[] for _ in self._parameters]
-        for group in groups:
-            value = initial_moment(self.layout.optimizer, group)
-            for parameter in group["params"]:
-                if id(parameter) in self._index_of:
-                    moments[self._index_of[id(parameter)]] = [value] * len(self.layout.moments)
-        commit = self._commit(0, self._counts, groups)
-        self._on_all_devices(
-            lambda device, index: device.initialize(
-                self.weights.port(index), formats, moments, commit
-            )
-        )
-        # Superblocks come last: where there is one, there is a state.
-        for index, device in enumerate(self.devices):
-            device.seal(
-                Superblock(
-                    FORMAT_VERSION,
-                    self.set_uuid,
-                    index,
-                    len(self.devices),
-                    self.layout.hash(),
-                    self.layout.optimizer,
-                )
-            )
-
-    def _continue_from(
-        self, found: Sequence[LedgerRecord], groups: Groups, dtype: torch.dtype | None
-    ) -> None:
-        """Go back to a committed step. All that can be refused is, before a weight moves."""
-        superblock = self.devices[0].identify()
-        assert superblock is not None, "recover() has read it"
-        blobs = self._on_all_devices(lambda device, index: device.settle(found[index]))
-        saved = json.loads(blobs[0])
-        if saved["members"] != self._members(groups):
-            raise StateMismatchError(
-                "the param_groups of the state hold other parameters than the optimizer's do: "
-                f"{[len(own) for own in saved['members']]} against "
-                f"{[len(own) for own in self._members(groups)]} in each, or in another order. "
-                "Expected the groups of the run to be continued"
-            )
-        self.set_uuid = superblock.set_uuid
+    def amend(self) -> None:
+        """Replace the host's part of the committed step: a scheduler has moved since."""
+        if self.guard.state is not State.OPEN or self.guard.is_forked or not self.steps:
+            return
         with deferred_interrupt():
-            self.weights_moved = True
-            self._cast(dtype)
-            self._on_all_devices(lambda device, index: device.restore(self.weights.port(index)))
-            for group, own in zip(groups, saved["param_groups"], strict=True):
-                restore_scalars(group, own)
-        self.steps = self.committed_step = found[0].step
-        self._counts = found[0].counts
+            groups = self.source.param_groups
+            blob = self.host_state.encode(groups, self.members(groups), is_amendment=True)
+            self.link.count("control", len(blob) * len(self.devices))
+            try:
+                self.on_all_devices(lambda device, _: device.amend(blob))
+            except BaseException as error:
+                self._fail(error)
+                raise
+            self.host_state.amended()
 
-    def _cast(self, dtype: torch.dtype | None) -> None:
-        model = self._model()
-        if dtype is not None and model is not None:
-            for parameter in model.parameters():
-                if parameter.is_floating_point() and parameter.dtype is not dtype:
-                    parameter.data = parameter.data.to(dtype)
-        self.weights.bind()
-
-    def _commit(self, step: int, counts: npt.NDArray[np.int64], groups: Groups) -> Commit:
-        blob = json.dumps(
-            {
-                "param_groups": [scalars(group) for group in groups],
-                "members": self._members(groups),
-            }
-        )
-        return Commit(step, self._attempt, counts, blob.encode())
-
-    def _members(self, groups: Groups) -> list[list[int]]:
+    def members(self, groups: Groups) -> list[list[int]]:
         """By group, the layout's indices of its offloaded parameters."""
-        return [
-            [self._index_of[id(p)] for p in group["params"] if id(p) in self._index_of]
-            for group in groups
-        ]
+        return group_members(groups, self.index_of)
+
+    def register(self, objects: tuple[Any, ...]) -> None:
+        """See `OffloadedOptimizer.register_for_checkpointing`."""
+        self.guard()
+        groups = self.source.param_groups
+        self.host_state.register(objects, groups)
+        size = len(self.host_state.encode(groups, self.members(groups), is_amendment=True))
+        self.on_all_devices(lambda device, _: device.reserve_blob(size))
+
+    def adopt(self, record: LedgerRecord) -> None:
+        """Continue from a step that the devices have committed."""
+        self.step_id = record.step_id
+        self.steps = self.committed_step = record.step
+        self._counts = record.counts
+
+    def restore(self, name: str) -> None:
+        """See `OffloadedOptimizer.restore`."""
+        self.guard()
+        with deferred_interrupt():
+            snapshots.check([device.snapshots for device in self.devices], name)
+            try:
+                go_back(self, name, self.source.param_groups)
+            except BaseException as error:
+                self._fail(error)
+                raise
+
+    # --- ending --------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Release the devices and make the model an ordinary one."""
@@ -323,6 +288,7 @@ class Engine:
             self.guard.state = State.CLOSED
 
     def _release(self) -> None:
+        self.host_state.forget()
         for undo in self.on_release:
             undo()
         self.gradients.detach()
@@ -335,7 +301,7 @@ class Engine:
     def read_state(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
         """See `OffloadedOptimizer.read_state`."""
         self.guard()
-        index = self._index_of.get(id(parameter))
+        index = self.index_of.get(id(parameter))
         if index is None:
             raise UnsupportedError(
                 "read_state() was given a tensor that is not an offloaded parameter. Expected one "
@@ -356,13 +322,16 @@ class Engine:
 
     def manifest(self) -> dict[str, str | int]:
         """Which state this is."""
+        branch, step, attempt = self.step_id
         return {
             "set_uuid": self.set_uuid,
-            "step": self.committed_step,
             "layout_hash": self.layout.hash(),
+            "branch": branch,
+            "step": step,
+            "attempt": attempt.hex(),
         }
 
-    def _on_all_devices(self, call: Callable[[Device, int], ResultT]) -> list[ResultT]:
+    def on_all_devices(self, call: Callable[[Device, int], ResultT]) -> list[ResultT]:
         """Run on all devices at once; waits for every one before it raises the first error."""
         futures = [
             self._pool.submit(call, device, index) for index, device in enumerate(self.devices)
@@ -371,6 +340,12 @@ class Engine:
         if errors:
             raise errors[0]
         return [future.result() for future in futures]
+
+
+def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        expected = " or ".join(f'"{choice}"' for choice in choices)
+        raise UnsupportedError(f"{name} is {value!r}. Expected {expected}")
 
 
 def _failed_guard(model: torch.nn.Module) -> Guard | None:

@@ -85,8 +85,8 @@ class DeviceIOError(SmartInfinityError, OSError):
         super().__init__(
             errno_,
             f"device {device}: {operation} of {path}{where} failed: {what} (errno {errno_}). "
-            "The last committed step is intact: mend the device, then call "
-            "offload(..., resume=True)",
+            "Mend the device, then call offload(..., resume=True), which continues from the last "
+            "step that is whole",
         )
         self.device = device
         self.path = path

@@ -20,14 +20,15 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 BLOCK_ELEMENTS = 4096
 RECORD_ELEMENTS = 1 << 20
 UNIT_MIN_ELEMENTS = 64 * 1024
 PAGE_BYTES = 4096
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +171,28 @@ class Layout:
                 }
             ],
         }
+
+    @staticmethod
+    def from_json(content: Mapping[str, Any]) -> Layout:
+        """The layout that `to_json` described. Raises `ValueError` if it cannot be planned."""
+        try:
+            (generation,) = content["generations"]
+            specs = [
+                ParameterSpec(own["name"], tuple(own["shape"]), own["dtype"])
+                for own in generation["parameters"]
+            ]
+            layout = plan_layout(
+                specs,
+                content["optimizer"],
+                content["moments"],
+                content["num_devices"],
+                content["record_elements"],
+            )
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{error!r}") from error
+        if layout.to_json() != content:
+            raise ValueError("units, records or constants differ from what this release plans")
+        return layout
 
     def hash(self) -> str:
         """SHA-256 of the canonical JSON form: equal hashes mean interchangeable states."""

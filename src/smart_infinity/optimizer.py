@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
 
+from smart_infinity import snapshots
 from smart_infinity.errors import StateMismatchError, UnsupportedError
+from smart_infinity.interrupts import deferred_interrupt
 from smart_infinity.link import Traffic
 from smart_infinity.recipe import restore_scalars, scalars
 
 if TYPE_CHECKING:
     from smart_infinity.engine import Engine
+    from smart_infinity.storage.snapshots import Snapshot
+
+_AUTOMATIC = re.compile(r"step-\d+")
 
 
 def _refuse_superseded(*_: object) -> None:
@@ -29,10 +35,13 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     before or after work; their values are read at each `step()`.
     """
 
-    def __init__(self, engine: Engine, source: torch.optim.Optimizer) -> None:
+    def __init__(self, engine: Engine, source: torch.optim.Optimizer, keep_snapshots: int) -> None:
         super().__init__(source.param_groups, source.defaults)
         self.param_groups = source.param_groups
-        self._engine, self._source = engine, source
+        self._engine, self._source, self._keep_snapshots = engine, source, keep_snapshots
+        # Schedulers check that the optimizer has stepped before they do; in the run that is
+        # continued it has.
+        self._opt_called = source._opt_called = engine.steps > 0  # type: ignore[attr-defined]
         # Adagrad makes its sums in the constructor; they are on the devices now.
         source.state.clear()
         engine.on_release.append(source.register_step_pre_hook(_refuse_superseded).remove)
@@ -132,12 +141,103 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             )
         super().add_param_group(param_group)
 
+    # --- checkpoints ---------------------------------------------------------------------------
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Commit the states of these objects with every step: schedulers, samplers, loaders.
+
+        After ``offload(..., resume=True)`` they are given back at once what the resumed step had
+        committed for them, by their order. An LR scheduler is then where it was after that step,
+        and so are the hyper-parameters that it sets. The random states of torch, NumPy and Python
+        and the model's persistent buffers are committed without being registered.
+
+        Args:
+            objects: anything with ``state_dict`` and ``load_state_dict``. States may hold tensors,
+                arrays, numbers, strings and containers of them; code is neither written nor read.
+
+        Raises:
+            UnsupportedError: an object has no state, or one that holds anything else.
+            StateMismatchError: the resumed state is of another type of object.
+        """
+        self._engine.register(objects)
+
+    def restore_random_state(self) -> None:
+        """Put the random states back to those of the resumed step.
+
+        `offload()` does it too; call this where the loop begins, if making a data loader or
+        anything else has drawn from them since. Does nothing in a run that was not resumed, and
+        after the first step.
+        """
+        self._engine.host_state.restore_random_state()
+
+    def snapshot(self, name: str) -> None:
+        """Keep the committed step under a name; the devices copy their own state.
+
+        Args:
+            name: letters, digits, dots, dashes and underscores. ``step-<n>`` is what
+                `state_dict` uses, and removes in time.
+
+        Raises:
+            DeviceFullError: a file system has less free space than the state takes.
+            StateExistsError: there is a snapshot of this name.
+        """
+        self._engine.guard()
+        with deferred_interrupt():
+            snapshots.take(self._keepers(), name)
+
+    def snapshots(self) -> list[Snapshot]:
+        """The snapshots that every device holds, oldest first."""
+        self._engine.guard()
+        return snapshots.complete(self._keepers())
+
+    def restore(self, name: str) -> None:
+        """Go back to a snapshot: weights, state, hyper-parameters, registered objects, buffers.
+
+        Later steps are given up, unless there is a snapshot of them.
+
+        Raises:
+            StateMismatchError: there is no such snapshot.
+            CorruptStateError: it is damaged. In both cases nothing has changed.
+        """
+        self._engine.restore(name)
+
+    def remove_snapshot(self, name: str) -> None:
+        """Remove a snapshot from all devices."""
+        self._engine.guard()
+        snapshots.find(self._keepers(), name)
+        snapshots.remove(self._keepers(), name)
+
+    def _keepers(self) -> list[Any]:
+        return [device.snapshots for device in self._engine.devices]
+
+    def _keep_step(self) -> None:
+        """Make the snapshot of the committed step, if there is none, and drop the oldest."""
+        branch, step, attempt = self._engine.step_id
+        if not self._keep_snapshots or not step:
+            return
+        name = f"step-{step}"
+        found = {own.name: own for own in self.snapshots()}
+        if name in found:
+            if found[name].branch == branch and found[name].attempt == attempt.hex():
+                return
+            snapshots.remove(self._keepers(), name)  # of a history that was given up
+        self.snapshot(name)
+        automatic = [own.name for own in self.snapshots() if _AUTOMATIC.fullmatch(own.name)]
+        for old in automatic[: -self._keep_snapshots]:
+            snapshots.remove(self._keepers(), old)
+
     def state_dict(self) -> dict[str, Any]:
         """A small manifest: which set of devices holds the state, and at which step.
 
-        Keys ``state`` (empty) and ``param_groups`` are torch's; ``smart_infinity`` names the set.
+        Keys ``state`` (empty) and ``param_groups`` are torch's; ``smart_infinity`` names the set
+        and the step. Of a step after the first state the devices make the snapshot ``step-<n>``,
+        once, and keep the last ``keep_snapshots`` of these, so that `load_state_dict` can go back.
+
+        Raises:
+            DeviceFullError: there is no room for the snapshot; ``keep_snapshots=0`` makes none.
         """
         self._engine.guard()
+        self._keep_step()
         groups: list[dict[str, Any]] = []
         position = 0
         for group in self.param_groups:
@@ -148,21 +248,25 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return {"state": {}, "param_groups": groups, "smart_infinity": self._engine.manifest()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take hyper-parameters from a manifest of this very set at this very step."""
+        """Go back to the step of a manifest: the committed one, or one with a snapshot.
+
+        Raises:
+            StateMismatchError: the manifest is of another set, or its step is no longer there.
+        """
         self._engine.guard()
         seen, expected = state_dict.get("smart_infinity"), self._engine.manifest()
         if seen is None:
             raise StateMismatchError(
                 "the state_dict is not a manifest of an offloaded optimizer. Expected what "
-                "state_dict() of this optimizer returned; moments of another optimizer cannot be "
-                "loaded into the devices"
+                "state_dict() of this optimizer returned; the moments of a torch optimizer are "
+                "brought to devices with smart-infinity import"
             )
-        if seen != expected:
-            raise StateMismatchError(
-                f"the state_dict is of {seen}, the devices hold {expected}. Expected a manifest "
-                "taken from this optimizer at its present step; the state itself is on the devices "
-                "and is continued with offload(..., resume=True)"
-            )
+        for key, what in (("set_uuid", "set of devices"), ("layout_hash", "layout")):
+            if seen.get(key) != expected[key]:
+                raise StateMismatchError(
+                    f"the state_dict is of {what} {seen.get(key)}, and the devices hold "
+                    f"{expected[key]}. Expected a manifest of this very set"
+                )
         theirs = [len(group["params"]) for group in state_dict["param_groups"]]
         ours = [len(group["params"]) for group in self.param_groups]
         if theirs != ours:
@@ -170,8 +274,24 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 f"the state_dict has param_groups of {theirs} parameters, the optimizer of {ours}. "
                 "Expected a manifest of this optimizer"
             )
+        if seen != expected:
+            self._engine.restore(self._snapshot_of(seen))
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             restore_scalars(group, {k: v for k, v in saved.items() if k != "params"})
+
+    def _snapshot_of(self, manifest: dict[str, Any]) -> str:
+        found = self.snapshots()
+        for own in found:
+            if (own.branch, own.step, own.attempt) == tuple(
+                manifest.get(key) for key in ("branch", "step", "attempt")
+            ):
+                return own.name
+        raise StateMismatchError(
+            f"the state_dict is of step {manifest.get('step')}, which the devices no longer hold. "
+            f"They hold step {self.committed_step} and the snapshots "
+            f"{[f'{own.name} (step {own.step})' for own in found]}; more are kept with "
+            "offload(..., keep_snapshots=...)"
+        )
 
     def close(self) -> None:
         """Release the devices. The model keeps its weights and is an ordinary model again."""

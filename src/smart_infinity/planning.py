@@ -12,7 +12,12 @@ import torch
 from smart_infinity.errors import DeviceMemoryError, UnsupportedError
 from smart_infinity.kernels.formats import FORMAT_OF_DTYPE, ITEMSIZE
 from smart_infinity.layout import Layout, ParameterSpec, plan_layout
-from smart_infinity.recipe import model_parameters, moments_of, optimizer_name
+from smart_infinity.recipe import (
+    model_parameters,
+    moments_of,
+    optimizer_name,
+    refuse_stepped,
+)
 from smart_infinity.weights import DTYPES
 
 ENDURANCE_BYTES = 600e12  # what a common 1 TB drive is rated for
@@ -50,6 +55,7 @@ def plan(
         )
     _refuse_distributed(model)
     name = optimizer_name(optimizer)
+    refuse_stepped(optimizer)
     named = list(model_parameters(model, optimizer))
     if not named:
         raise UnsupportedError(

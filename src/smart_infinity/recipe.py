@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,14 +35,19 @@ def optimizer_name(optimizer: torch.optim.Optimizer) -> str:
         )
     for index, group in enumerate(optimizer.param_groups):
         check_group(index, group)
+    return name
+
+
+def refuse_stepped(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer whose moments would be lost."""
     for state in optimizer.state.values():
         # Adagrad makes its state in the constructor, at step 0; any other state means a step.
         if float(state.get("step", 1)) > 0:
             raise UnsupportedError(
                 f"the {type(optimizer).__name__} has already stepped. Expected a new optimizer: "
-                "its moments would be lost. Call offload() before the first step"
+                "its moments would be lost. Call offload() before the first step, or move the run "
+                "with smart_infinity.save_export and smart-infinity import"
             )
-    return name
 
 
 def check_group(index: int, group: Mapping[str, Any]) -> None:
@@ -106,6 +111,13 @@ def restore_scalars(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
             group[key] = tuple(value)
         elif key != "param_names":
             group[key] = value
+
+
+def group_members(
+    groups: Sequence[Mapping[str, Any]], index_of: Mapping[int, int]
+) -> list[list[int]]:
+    """By group, the layout's indices (given by ``id``) of its offloaded parameters."""
+    return [[index_of[id(p)] for p in group["params"] if id(p) in index_of] for group in groups]
 
 
 def model_parameters(

@@ -7,14 +7,12 @@ import platform
 from dataclasses import dataclass
 from importlib import metadata
 
-from smart_infinity.benchmarks.raw import (
-    Bandwidth,
-    free_nbytes,
-    measure_bandwidth,
-)
+from smart_infinity.benchmarks.raw import Bandwidth, measure_bandwidth
 from smart_infinity.errors import DeviceBusyError, SmartInfinityError
 from smart_infinity.storage.blockfile import direct_io_refusal
-from smart_infinity.storage.slots import LOCK, DeviceLock, read_superblock
+from smart_infinity.storage.lock import DeviceLock
+from smart_infinity.storage.slots import LOCK, free_nbytes
+from smart_infinity.storage.superblock import read_superblock
 
 PACKAGES = ("smart-infinity", "torch", "numpy", "numba", "llvmlite", "xxhash")
 # By LLVM's names. "neon" is part of every 64-bit ARM processor.

@@ -55,12 +55,6 @@ class Workers:
         self._pool.shutdown(wait=True)
 
 
-def free_nbytes(directory: str) -> int:
-    """Bytes that this process may still write on the directory's file system."""
-    status = os.statvfs(directory)
-    return status.f_bavail * status.f_frsize
-
-
 @contextmanager
 def workers(num_threads: int, buffer_nbytes: int) -> Iterator[Workers]:
     """`Workers` for the length of a block."""

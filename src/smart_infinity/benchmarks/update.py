@@ -14,18 +14,20 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
+from typing import Literal
 
 import numpy as np
 import psutil
 import torch
 
 import smart_infinity
-from smart_infinity.benchmarks.raw import RawCopy, free_nbytes
+from smart_infinity.benchmarks.raw import RawCopy
 from smart_infinity.devices import check_specs
 from smart_infinity.errors import DeviceFullError, DeviceMemoryError, DeviceSpecError
 from smart_infinity.layout import Layout
 from smart_infinity.planning import plan
 from smart_infinity.storage.blockfile import direct_io_refusal
+from smart_infinity.storage.slots import free_nbytes
 
 LAYER_ELEMENTS = 1 << 24
 DISCARDED_ROUNDS = 2  # both places of every record are written once before anything counts
@@ -85,6 +87,7 @@ def measure_update(
     devices: Sequence[str | os.PathLike[str]],
     *,
     rounds: int = 15,
+    verify: Literal["resume", "read"] = "resume",
     on_progress: Callable[[str], None] = lambda _: None,
 ) -> UpdateResult:
     """Measure AdamW's update phase on bf16 weights and gradients, and raw I/O, in turns.
@@ -93,6 +96,7 @@ def measure_update(
         num_params: parameters of the synthetic module.
         devices: existing directories. What is made in them is removed at the end.
         rounds: measured rounds, each of one step and one raw pass; two more are discarded.
+        verify: as in `offload`: ``"read"`` checks the state's checksums in each step.
         on_progress: told what is happening.
     """
     paths = check_specs(devices)
@@ -107,7 +111,7 @@ def measure_update(
         _require_space(layout, paths)
         direct = [direct_io_refusal(path) is None for path in owned]
         on_progress("writing the first state")
-        _, optimizer = smart_infinity.offload(model, torch_optimizer, owned)
+        _, optimizer = smart_infinity.offload(model, torch_optimizer, owned, verify=verify)
         stack.callback(optimizer.close)
         for parameter in model.parameters():
             gradient = torch.empty_like(parameter).normal_(0, 1e-3, generator=generator)

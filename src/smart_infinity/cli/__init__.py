@@ -1,4 +1,4 @@
-"""The command line: ``smart-infinity train``, ``bench`` and ``doctor``.
+"""The command line, ``smart-infinity``.
 
 Only what ``--help`` needs is imported here; torch, transformers and matplotlib wait until a
 command runs.
@@ -10,6 +10,16 @@ from smart_infinity.cli.bench import app as bench_app
 from smart_infinity.cli.console import show_log
 from smart_infinity.cli.doctor import doctor
 from smart_infinity.cli.errors import ErrorReportingGroup
+from smart_infinity.cli.state import (
+    export,
+    import_,
+    inspect,
+    list_,
+    remove,
+    restore,
+    snapshot,
+    verify,
+)
 from smart_infinity.cli.train import train
 from smart_infinity.cli.variadic import SeveralValuesCommand
 
@@ -21,6 +31,14 @@ app = typer.Typer(
 )
 app.command(cls=SeveralValuesCommand)(train)
 app.command()(doctor)
+app.command()(inspect)
+app.command()(verify)
+app.command()(snapshot)
+app.command()(restore)
+app.command("list")(list_)
+app.command()(remove)
+app.command()(export)
+app.command("import")(import_)
 app.add_typer(bench_app, name="bench")
 
 

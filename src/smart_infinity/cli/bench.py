@@ -12,6 +12,7 @@ from rich.table import Table
 
 from smart_infinity.cli.console import print_line, print_result, stderr
 from smart_infinity.cli.errors import UsageError
+from smart_infinity.cli.options import Verify
 from smart_infinity.cli.variadic import SeveralValuesCommand
 
 app = typer.Typer(no_args_is_help=True, help="Measure this machine; nothing is left behind.")
@@ -44,6 +45,9 @@ def update(
     rounds: Annotated[
         int, typer.Option(min=1, help="Measured rounds, each of one step and one raw pass.")
     ] = 15,
+    verify: Annotated[
+        Verify, typer.Option(help="Check checksums when resuming only, or at each read too.")
+    ] = Verify.RESUME,
     json_file: JsonOption = None,
 ) -> None:
     """Measure AdamW's update phase on bf16 gradients, in turns with raw I/O of the same bytes."""
@@ -52,7 +56,13 @@ def update(
     from smart_infinity.benchmarks.update import measure_update
 
     with _progress() as on_progress:
-        result = measure_update(num_params, devices, rounds=rounds, on_progress=on_progress)
+        result = measure_update(
+            num_params,
+            devices,
+            rounds=rounds,
+            verify="read" if verify is Verify.READ else "resume",
+            on_progress=on_progress,
+        )
     _write_json(json_file, result.to_json())
     low, high = result.fraction_spread
     table = _table("update phase", "", "update", "raw I/O")

@@ -22,6 +22,20 @@ class DtypeName(StrEnum):
     FLOAT32 = "float32"
 
 
+class Durability(StrEnum):
+    """What ``--durability`` offers."""
+
+    STEP = "step"
+    NONE = "none"
+
+
+class Verify(StrEnum):
+    """What ``--verify`` offers."""
+
+    RESUME = "resume"
+    READ = "read"
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions:
     """The options of ``train``, validated one by one; ``cli.train`` says what each means."""
@@ -43,6 +57,8 @@ class TrainOptions:
     device_memory: str | None
     output: Path | None
     seed: int
+    durability: Durability
+    verify: Verify
     resume: bool | None
     """True continues the state in the devices, False discards it, None refuses it."""
 

@@ -10,7 +10,7 @@ import typer
 from smart_infinity.cli.console import print_error, print_line, print_result, status
 from smart_infinity.cli.errors import EXIT_INTERRUPTED, UsageError
 from smart_infinity.cli.models import LoadedModel, check_model_name, load_model
-from smart_infinity.cli.options import OptimizerName, TrainOptions
+from smart_infinity.cli.options import Durability, OptimizerName, TrainOptions, Verify
 from smart_infinity.cli.text import Windows, make_windows, read_texts
 from smart_infinity.errors import StateExistsError
 
@@ -82,6 +82,8 @@ def _train(
             dtype=dtype,
             device_memory=options.device_memory,
             resume=options.resume,
+            durability="none" if options.durability is Durability.NONE else "step",
+            verify="read" if options.verify is Verify.READ else "resume",
         )
     except StateExistsError as error:
         # The library's message speaks of its own argument, not of our options.
@@ -90,7 +92,9 @@ def _train(
             f"the devices hold the state of an earlier run ({directories}): give --resume to "
             "continue it, or --fresh to discard it"
         ) from error
+    batches = windows.batches()
     with optimizer, contextlib.ExitStack() as stack:
+        optimizer.register_for_checkpointing(batches)
         steps_before = optimizer.steps
         if options.lr is not None:  # also in a resumed run, whose state brings its own
             for group in optimizer.param_groups:
@@ -124,7 +128,7 @@ def _train(
                 for metrics in train_steps(
                     model,
                     optimizer,
-                    windows.batches(skip=steps_before * options.accumulate),
+                    batches,
                     first_step=steps_before + 1,
                     last_step=options.steps,
                     accumulate=options.accumulate,

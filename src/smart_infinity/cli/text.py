@@ -87,7 +87,7 @@ class Windows:
     """Windows of ``seq_len`` tokens in a shuffled order that depends on the seed alone.
 
     The order goes on without repeating a window until all have been used, then all are shuffled
-    anew, and so on. A resumed run skips what the first part of it has used.
+    anew, and so on.
 
     Attributes:
         held_out: the last few windows, ``[count, seq_len]``, which no batch holds; none of a text
@@ -109,23 +109,47 @@ class Windows:
         self._batch_size = batch_size
         self._seed = seed
 
-    def batches(self, *, skip: int = 0) -> Iterator["Tensor"]:
-        """Yields batches ``[batch_size, seq_len]`` for ever, leaving out the first ``skip``."""
-        import torch
+    def batches(self) -> "Batches":
+        """Batches ``[batch_size, seq_len]`` for ever."""
+        return Batches(self, self._batch_size)
 
-        order = self._order()
-        for _ in range(skip * self._batch_size):
-            next(order)
-        while True:
-            yield torch.stack([next(order) for _ in range(self._batch_size)])
-
-    def _order(self) -> Iterator["Tensor"]:
+    def order(self) -> Iterator["Tensor"]:
+        """The windows one by one, for ever."""
         import torch
 
         generator = torch.Generator().manual_seed(self._seed)
         while True:
             for index in torch.randperm(len(self._windows), generator=generator).tolist():
                 yield self._windows[index]
+
+
+class Batches:
+    """Endless batches; their state is how many windows have been used."""
+
+    def __init__(self, windows: Windows, batch_size: int) -> None:
+        self._windows, self._batch_size = windows, batch_size
+        self._order = windows.order()
+        self._used = 0
+
+    def __iter__(self) -> "Batches":
+        return self
+
+    def __next__(self) -> "Tensor":
+        import torch
+
+        batch = torch.stack([next(self._order) for _ in range(self._batch_size)])
+        self._used += self._batch_size
+        return batch
+
+    def state_dict(self) -> dict[str, int]:
+        """Where in the text the run is."""
+        return {"used": self._used}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on behind the windows that were used."""
+        self._order, self._used = self._windows.order(), state["used"]
+        for _ in range(self._used):
+            next(self._order)
 
 
 def make_windows(

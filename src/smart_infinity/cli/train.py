@@ -7,7 +7,13 @@ from typing import Annotated
 import typer
 
 from smart_infinity.cli.errors import UsageError
-from smart_infinity.cli.options import DtypeName, OptimizerName, TrainOptions
+from smart_infinity.cli.options import (
+    DtypeName,
+    Durability,
+    OptimizerName,
+    TrainOptions,
+    Verify,
+)
 
 
 def _finite(value: float | None) -> float | None:
@@ -78,6 +84,16 @@ def train(
         str | None,
         typer.Option(help="Memory for each device, such as 512MiB.", show_default="automatic"),
     ] = None,
+    durability: Annotated[
+        Durability,
+        typer.Option(
+            help="step: a crash loses nothing but the step in flight. none: half the space, and a "
+            "crash in the middle of a step loses everything but snapshots."
+        ),
+    ] = Durability.STEP,
+    verify: Annotated[
+        Verify, typer.Option(help="Check checksums when resuming only, or at each read too.")
+    ] = Verify.RESUME,
     output: Annotated[
         Path | None,
         typer.Option(help="Directory for metrics.jsonl, run.png and the trained weights."),
@@ -107,6 +123,8 @@ def train(
         max_grad_norm=max_grad_norm,
         dtype=dtype,
         device_memory=device_memory,
+        durability=durability,
+        verify=verify,
         output=output,
         seed=seed,
         resume=True if resume else False if fresh else None,

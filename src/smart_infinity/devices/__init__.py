@@ -43,10 +43,19 @@ def check_specs(devices: object) -> list[str]:
     return paths
 
 
-def open_device(spec: str, layout: Layout, index: int) -> Device:
-    """Open device ``index`` of the layout.
+def open_device(
+    spec: str, layout: Layout, index: int, *, in_place: bool = False, check_reads: bool = False
+) -> Device:
+    """Open device ``index`` of the layout; for the rest see `LocalDevice`.
 
     Four transfer buffers in all keep one drive busy; with more devices each needs fewer, since
     their threads share the cores.
     """
-    return LocalDevice(spec, layout, index, max(1, 4 // len(layout.devices)))
+    return LocalDevice(
+        spec,
+        layout,
+        index,
+        max(1, 4 // len(layout.devices)),
+        in_place=in_place,
+        check_reads=check_reads,
+    )

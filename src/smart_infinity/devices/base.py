@@ -18,8 +18,10 @@ import numpy.typing as npt
 
 from smart_infinity.layout import Piece, Record
 from smart_infinity.storage.handler import Timings
-from smart_infinity.storage.ledger import LedgerRecord
-from smart_infinity.storage.slots import Superblock
+from smart_infinity.storage.ledger import LedgerContents, LedgerRecord, StepId
+from smart_infinity.storage.snapshots import Snapshots
+from smart_infinity.storage.store import Commit
+from smart_infinity.storage.superblock import Superblock
 
 Words = npt.NDArray[Any]  # uint16 for bf16 and fp16 words, float32 for fp32
 Pending = tuple[float, float, float]  # factor, low, high: clamp(gradient * factor, low, high)
@@ -47,23 +49,15 @@ class StepPlan:
     """What the host tells every device about one step.
 
     Attributes:
+        step_id: the step that is made.
         table: float32, one row per parameter; see ``kernels.frame``.
         edited: for this device, the indices of records to visit because the user has edited
             parameters in them that have no gradient.
     """
 
+    step_id: StepId
     table: npt.NDArray[np.float32]
     edited: frozenset[int]
-
-
-@dataclass(frozen=True, slots=True)
-class Commit:
-    """What a device makes durable with a step; see ``storage.ledger``."""
-
-    step: int
-    attempt: bytes
-    counts: npt.NDArray[np.int64]
-    blob: bytes
 
 
 class GradientMemory(ABC):
@@ -104,17 +98,22 @@ class Device(ABC):
     Attributes:
         path: the directory, as the user gave it.
         gradients: the landing zone; there after `attach`.
+        snapshots: copies of committed steps; there after `seal` or `settle`.
     """
 
     path: str
     gradients: GradientMemory
+    snapshots: Snapshots
 
     @abstractmethod
-    def identify(self) -> Superblock | None:
-        """What the device says it holds (csQueryDeviceProperties)."""
+    def identify(self, notes: list[str] | None = None) -> Superblock | None:
+        """What the device says it holds (csQueryDeviceProperties).
+
+        ``notes`` receives a sentence for each thing that was found damaged and has a whole copy.
+        """
 
     @abstractmethod
-    def recorded_steps(self) -> list[LedgerRecord]:
+    def recorded_steps(self) -> LedgerContents:
         """All whole ledger records of the state found, newest first."""
 
     @abstractmethod
@@ -145,12 +144,15 @@ class Device(ABC):
         """Remember to be that device of the set, now that every device holds its first state."""
 
     @abstractmethod
-    def settle(self, record: LedgerRecord) -> bytes:
+    def settle(self, record: LedgerRecord, superblock: Superblock) -> bytes:
         """Make ``record`` the only step; returns what the host committed with it."""
 
     @abstractmethod
-    def restore(self, host: HostPort) -> None:
-        """Verify all state of the settled step and send the weights to the host."""
+    def restore(self, host: HostPort) -> bytes:
+        """Verify all state of the committed step and send the weights to the host.
+
+        Returns what the host committed with it.
+        """
 
     @abstractmethod
     def update(self, plan: StepPlan, host: HostPort) -> None:
@@ -159,6 +161,19 @@ class Device(ABC):
     @abstractmethod
     def commit(self, commit: Commit) -> None:
         """Make the step complete on this device."""
+
+    @abstractmethod
+    def reserve_blob(self, nbytes: int) -> None:
+        """Make room for a host's part of this size."""
+
+    @abstractmethod
+    def amend(self, blob: bytes) -> None:
+        """Replace the host's part of the committed step."""
+
+    @property
+    @abstractmethod
+    def committed(self) -> LedgerRecord:
+        """The record of the committed step."""
 
     @abstractmethod
     def read_state(self, run: int) -> list[npt.NDArray[np.float32]]:

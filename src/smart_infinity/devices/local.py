@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from smart_infinity.devices.base import (
-    Commit,
     Device,
     HostPort,
     StepPlan,
@@ -19,7 +17,6 @@ from smart_infinity.devices.base import (
 from smart_infinity.devices.memory import LandingZone, landing_zone_nbytes, word_sources
 from smart_infinity.devices.tables import piece_tables, records_of_runs
 from smart_infinity.errors import (
-    CorruptStateError,
     DeviceFullError,
     DeviceIOError,
     DeviceMemoryError,
@@ -28,20 +25,26 @@ from smart_infinity.errors import (
 from smart_infinity.kernels import OPTIMIZERS, encode_record, load_masters, merge_edits
 from smart_infinity.kernels.formats import FORMAT_OF_DTYPE
 from smart_infinity.kernels.frame import T_ACTIVE
-from smart_infinity.layout import PAGE_BYTES, Layout, Record
+from smart_infinity.layout import Layout, Record
 from smart_infinity.storage import slots
-from smart_infinity.storage.blockfile import BlockFile, direct_io_refusal
-from smart_infinity.storage.buffers import checksum as checksum_of
+from smart_infinity.storage.blockfile import direct_io_refusal
 from smart_infinity.storage.handler import (
     Buffer,
-    Check,
     Compute,
     Timings,
     TransferHandler,
     buffer_nbytes,
 )
-from smart_infinity.storage.ledger import Ledger, LedgerRecord
-from smart_infinity.storage.slots import Superblock
+from smart_infinity.storage.ledger import LedgerContents, LedgerRecord
+from smart_infinity.storage.lock import DeviceLock
+from smart_infinity.storage.snapshots import Snapshots
+from smart_infinity.storage.store import Commit, Store
+from smart_infinity.storage.superblock import (
+    Superblock,
+    mend_documents,
+    read_superblock,
+    write_superblock,
+)
 
 logger = logging.getLogger("smart_infinity")
 
@@ -54,11 +57,23 @@ class LocalDevice(Device):
         layout: the plan of the whole set.
         index: which device of the plan this is.
         num_workers: buffers of the transfer handler that are wanted; a budget may allow fewer.
+        in_place: steps overwrite the state that they read (``durability="none"``).
+        check_reads: check the checksum of every state record that a step reads.
     """
 
-    def __init__(self, directory: str, layout: Layout, index: int, num_workers: int) -> None:
+    def __init__(
+        self,
+        directory: str,
+        layout: Layout,
+        index: int,
+        num_workers: int,
+        *,
+        in_place: bool = False,
+        check_reads: bool = False,
+    ) -> None:
         self.path = directory
         self.gradients: LandingZone
+        self._in_place, self._check_reads = in_place, check_reads
         self._layout, self._plan = layout, layout.devices[index]
         self._num_workers = num_workers
         self._kernel = OPTIMIZERS[layout.optimizer].update
@@ -67,13 +82,10 @@ class LocalDevice(Device):
         self._timings = Timings()
         self._written: dict[int, tuple[int, int]] = {}
         self._longest = max((record.length for record in self._plan.records), default=0)
-        self._files: list[BlockFile] = []
-        self._blob_files: list[BlockFile] = []
-        self._ledger: Ledger | None = None
         self._handler: TransferHandler | None = None
         self._created = False
         slots.require_directory(directory)
-        self._lock = slots.DeviceLock(directory)
+        self._lock = DeviceLock(directory)
         try:
             refusal = direct_io_refusal(directory)
         except OSError as error:
@@ -88,39 +100,29 @@ class LocalDevice(Device):
                 directory,
                 refusal,
             )
-        self._direct = refusal is None
+        self._store = Store(directory, layout, index, direct=refusal is None)
 
     # --- identity and reservation ---------------------------------------------------------
 
-    def identify(self) -> Superblock | None:
+    def identify(self, notes: list[str] | None = None) -> Superblock | None:
         """See `Device.identify`."""
-        return slots.read_superblock(self.path)
+        return read_superblock(self.path, notes)
 
-    def recorded_steps(self) -> list[LedgerRecord]:
+    def recorded_steps(self) -> LedgerContents:
         """See `Device.recorded_steps`."""
-        if not os.path.exists(os.path.join(self.path, slots.LEDGER)):
-            return []
-        ledger = self._open_ledger()
-        try:
-            return ledger.read()
-        finally:
-            ledger.close()
+        return self._store.ledger_contents()
 
     def create(self) -> None:
         """See `Device.create`. A full disk raises `DeviceFullError` and leaves nothing behind."""
         slots.discard(self.path)
         self._created = True
-        needed = 2 * self._layout.state_nbytes(self._plan.index)
-        free = os.statvfs(self.path)
-        available = free.f_bavail * free.f_frsize
+        needed = (1 if self._in_place else 2) * self._store.state_nbytes
+        available = slots.free_nbytes(self.path)
         try:
             if available < needed:
                 raise self._full(needed, available)
-            self._open_files()
-            assert self._ledger is not None
-            for file in self._files:
-                file.reserve(self._layout.state_nbytes(self._plan.index))
-            self._ledger.reserve(len(self._plan.records), len(self._layout.parameters))
+            self._store.create(in_place=self._in_place)
+            self._start_handler()
         except DeviceIOError as error:
             self.abandon()
             if error.operation == "reserve":
@@ -179,54 +181,39 @@ class LocalDevice(Device):
                 tensors[1:, place] = np.array(moments[piece.parameter], np.float32)[:, None]
             return True
 
-        for file in self._blob_files:  # room for a blob that grows by some digits
-            file.reserve(2 * len(commit.blob) + PAGE_BYTES)
-        self._places = np.zeros(len(self._plan.records), np.uint8)
-        self._checksums = np.zeros(len(self._plan.records), np.uint64)
-        self._blob_place = 1
+        self._store.reserve_blob(len(commit.blob))
         self._written = {}
         self._run(self._plan.records, compute, None)
         self.commit(commit)
 
     def seal(self, superblock: Superblock) -> None:
         """See `Device.seal`."""
-        slots.write_superblock(self.path, superblock, self._layout.to_json())
+        write_superblock(self.path, superblock, self._layout.to_json())
+        self.snapshots = Snapshots(self._store, superblock.set_uuid)
 
-    def settle(self, record: LedgerRecord) -> bytes:
+    def settle(self, record: LedgerRecord, superblock: Superblock) -> bytes:
         """See `Device.settle`."""
-        self._open_files()
-        blob = np.zeros(record.blob_nbytes, np.uint8)
-        self._blob_files[record.blob_place].read_into(blob, 0)
-        if checksum_of(blob) != record.blob_checksum:
-            raise self._corrupt(slots.BLOB[record.blob_place], record.step)
-        assert self._ledger is not None
-        self._ledger.settle(record)
-        self._places, self._checksums = record.places, record.checksums
-        self._blob_place, self._step = record.blob_place, record.step
+        self._store.open(in_place=self._in_place)
+        self._store.require_places(record)
+        blob = self._store.read_blob(record)
+        self._start_handler()
+        self._store.settle(record)
+        mend_documents(self.path)
+        self.snapshots = Snapshots(self._store, superblock.set_uuid)
+        self.snapshots.remove_half_made()
         self._written = {}
-        return blob.tobytes()
+        return blob
 
-    def restore(self, host: HostPort) -> None:
+    def restore(self, host: HostPort) -> bytes:
         """See `Device.restore`."""
-
-        def check(record: Record, checksum: int) -> None:
-            if checksum != int(self._checksums[record.index]):
-                place = slots.STATE[int(self._places[record.index])]
-                raise self._corrupt(f"state record {record.index} in {place}", self._step)
 
         def compute(record: Record, state: npt.NDArray[np.float32], buffer: Buffer) -> bool:
             encode_record(state, self._pieces[record.index], buffer.words16, buffer.words32)
             self._deliver(record, buffer, host, None)
             return False
 
-        self._run(self._plan.records, compute, self._places, check)
-
-    def _corrupt(self, what: str, step: int) -> CorruptStateError:
-        return CorruptStateError(
-            f"device {self.path}: {what} differs from what step {step} committed. Expected the "
-            "bytes that were written; restore the directory from a copy, or load weights into the "
-            "model and begin anew with resume=False"
-        )
+        self._run(self._plan.records, compute, self.committed.places, check=True)
+        return self._store.read_blob(self.committed)
 
     # --- the step ----------------------------------------------------------------------------
 
@@ -256,34 +243,27 @@ class LocalDevice(Device):
             return True
 
         self._written = {}
-        self._timings = self._run(records, compute, self._places)
+        if self._in_place:
+            self._store.mark_dirty(plan.step_id)
+        self._timings = self._run(records, compute, self.committed.places, check=self._check_reads)
 
     def commit(self, commit: Commit) -> None:
-        """See `Device.commit`: data, sync, ledger, sync."""
-        for place in {place for place, _ in self._written.values()}:
-            self._files[place].sync()
-        blob = np.frombuffer(commit.blob, np.uint8)
-        blob_place = 1 - self._blob_place
-        self._blob_files[blob_place].write_from(blob, 0)
-        self._blob_files[blob_place].sync()
-        places, checksums = self._places.copy(), self._checksums.copy()
-        for index, (place, checksum) in self._written.items():
-            places[index], checksums[index] = place, checksum
-        assert self._ledger is not None, "create() or restore() comes first"
-        self._ledger.write(
-            LedgerRecord(
-                commit.step,
-                commit.attempt,
-                places,
-                checksums,
-                commit.counts,
-                blob_place,
-                blob.size,
-                checksum_of(blob),
-            )
-        )
-        self._places, self._checksums, self._blob_place = places, checksums, blob_place
+        """See `Device.commit`."""
+        self._store.commit(commit, self._written)
         self._written = {}
+
+    def reserve_blob(self, nbytes: int) -> None:
+        """See `Device.reserve_blob`."""
+        self._store.reserve_blob(nbytes)
+
+    def amend(self, blob: bytes) -> None:
+        """See `Device.amend`."""
+        self._store.amend(blob)
+
+    @property
+    def committed(self) -> LedgerRecord:
+        """See `Device.committed`."""
+        return self._store.record
 
     def read_state(self, run: int) -> list[npt.NDArray[np.float32]]:
         """See `Device.read_state`."""
@@ -300,7 +280,7 @@ class LocalDevice(Device):
             return False
 
         records = [self._plan.records[index] for index in self._record_of_run[run]]
-        self._run(records, compute, self._places)
+        self._run(records, compute, self.committed.places, check=self._check_reads)
         return list(out)
 
     @property
@@ -320,10 +300,20 @@ class LocalDevice(Device):
         records: Sequence[Record],
         compute: Compute,
         places: npt.NDArray[np.uint8] | None,
-        check: Check | None = None,
+        *,
+        check: bool = False,
     ) -> Timings:
-        assert self._handler is not None, "create() or restore() comes first"
-        return self._handler.run(records, compute, places, self._written, check)
+        assert self._handler is not None, "create() or settle() comes first"
+        return self._handler.run(
+            records, compute, places, self._written, self._check if check else None
+        )
+
+    def _check(self, record: Record, checksum: int) -> None:
+        committed = self.committed
+        if checksum != int(committed.checksums[record.index]):
+            place = slots.STATE[int(committed.places[record.index])]
+            what = f"state record {record.index} in {place}"
+            raise self._store.corrupt(what, committed.step)
 
     def _merge_edits(self, record: Record, state: npt.NDArray[np.float32], host: HostPort) -> None:
         """Take over the words that the user has changed since they were delivered."""
@@ -352,36 +342,18 @@ class LocalDevice(Device):
                 words = buffer.words16[begin : begin + piece.length]
             host.deliver_weights(record, index, piece, words)
 
-    def _open_files(self) -> None:
-        try:
-            for name in slots.STATE:
-                self._files.append(self._open(name, direct=self._direct))
-            self._ledger = self._open_ledger()
-            for name in slots.BLOB:
-                self._blob_files.append(self._open(name, direct=False))
-        except DeviceIOError:
-            self._close_files()
-            raise
+    def _start_handler(self) -> None:
         self._handler = TransferHandler(
             self._layout,
-            (self._files[0], self._files[1]),
+            self._store.files,
             self._num_workers,
             self._longest,
             self.path,
+            in_place=self._in_place,
         )
-
-    def _open_ledger(self) -> Ledger:
-        return Ledger(self._open(slots.LEDGER, direct=False))
-
-    def _open(self, name: str, *, direct: bool) -> BlockFile:
-        return BlockFile(self.path, os.path.join(self.path, name), direct=direct)
 
     def _close_files(self) -> None:
         if self._handler is not None:
             self._handler.close()
             self._handler = None
-        for file in (*self._files, *self._blob_files):
-            file.close()
-        if self._ledger is not None:
-            self._ledger.close()
-        self._files, self._blob_files, self._ledger = [], [], None
+        self._store.close()

@@ -7,6 +7,7 @@ import errno
 import os
 import tempfile
 import weakref
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,8 @@ from smart_infinity.layout import PAGE_BYTES
 from smart_infinity.storage.buffers import reserve
 
 Bytes = npt.NDArray[np.uint8]
+# What old kernels and some file systems answer to copy_file_range.
+_NO_COPY_RANGE = {errno.ENOSYS, errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.ETXTBSY}
 
 
 def direct_io_refusal(directory: str) -> str | None:
@@ -42,6 +45,21 @@ def direct_io_refusal(directory: str) -> str | None:
     return None
 
 
+# (path, offset and bytes of a write) or (path, None, None) for a sync, each when it has succeeded.
+Observer = Callable[[str, int | None, bytes | None], None]
+_observers: list[Observer] = []
+
+
+@contextlib.contextmanager
+def observing(observer: Observer) -> Iterator[None]:
+    """Tell ``observer`` of every write and sync of every file: to model the loss of power."""
+    _observers.append(observer)
+    try:
+        yield
+    finally:
+        _observers.remove(observer)
+
+
 def _close_quietly(fd: int) -> None:
     with contextlib.suppress(OSError):
         os.close(fd)
@@ -52,15 +70,16 @@ class BlockFile:
 
     Args:
         device: the device's directory, for error messages.
-        path: the file; created if absent.
+        path: the file.
         direct: open with O_DIRECT; buffers, offsets and sizes must then be whole pages.
+        mode: ``"r"`` to read, ``"w"`` to write too, ``"x"`` to make the file if it is absent.
     """
 
-    def __init__(self, device: str, path: str, *, direct: bool) -> None:
+    def __init__(self, device: str, path: str, *, direct: bool, mode: str = "x") -> None:
         self.device, self.path, self.direct = device, path, direct
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | (os.O_DIRECT if direct else 0)
+        flags = {"r": os.O_RDONLY, "w": os.O_RDWR, "x": os.O_RDWR | os.O_CREAT}[mode]
         try:
-            self._fd = os.open(path, flags, 0o644)
+            self._fd = os.open(path, flags | os.O_CLOEXEC | (os.O_DIRECT if direct else 0), 0o644)
         except OSError as error:
             raise self._error("open", None, error) from error
         # Also when the owner is garbage collected without close().
@@ -73,6 +92,36 @@ class BlockFile:
                 os.posix_fallocate(self._fd, 0, nbytes)
             except OSError as error:
                 raise self._error("reserve", nbytes, error) from error
+
+    def copy_to(self, target: BlockFile, nbytes: int, offset: int, target_offset: int) -> None:
+        """Copy a range into another file without bringing it into this process.
+
+        The file system shares the blocks where it can (reflinks). Neither file may be direct.
+        """
+        done = 0
+        while done < nbytes:
+            try:
+                count = os.copy_file_range(
+                    self._fd, target._fd, nbytes - done, offset + done, target_offset + done
+                )
+            except OSError as error:
+                if error.errno not in _NO_COPY_RANGE:
+                    raise self._error("copy", offset + done, error) from error
+                self._copy_by_hand(target, nbytes - done, offset + done, target_offset + done)
+                return
+            if count == 0:
+                detail = f"the file ends here, {nbytes - done} bytes short"
+                raise DeviceIOError(self.device, self.path, "copy", offset + done, 0, detail)
+            done += count
+
+    def _copy_by_hand(
+        self, target: BlockFile, nbytes: int, offset: int, target_offset: int
+    ) -> None:
+        buffer = np.empty(min(nbytes, 1 << 22), np.uint8)
+        for done in range(0, nbytes, buffer.size):
+            part = buffer[: min(buffer.size, nbytes - done)]
+            self.read_into(part, offset + done)
+            target.write_from(part, target_offset + done)
 
     def nbytes(self) -> int:
         """The file's present size."""
@@ -101,6 +150,8 @@ class BlockFile:
             except OSError as error:
                 raise self._error("write", offset + done, error) from error
             whole = self._whole(count, source.size - done)
+            for observer in _observers:
+                observer(self.path, offset + done, source[done : done + whole].tobytes())
             if whole == 0:
                 detail = f"{count} bytes written"
                 raise DeviceIOError(
@@ -114,6 +165,8 @@ class BlockFile:
             os.fdatasync(self._fd)
         except OSError as error:
             raise self._error("sync", None, error) from error
+        for observer in _observers:
+            observer(self.path, None, None)
 
     def close(self) -> None:
         """Close the descriptor; a second call does nothing."""

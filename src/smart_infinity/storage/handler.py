@@ -1,7 +1,7 @@
 """The transfer handler: a device's pipeline read -> compute -> write over fixed buffers.
 
 There is one worker thread for each buffer. A worker takes the next tasklet (one state record),
-reads it from its current place, computes in place, and writes it to its other place. The workers
+reads it from its current place, computes in memory, and writes it to its other place. The workers
 are at different stages at any moment, so reading, computing and writing overlap, and memory is
 fixed. Within a tasklet the updated weights leave during `compute` (*urgent*: the next forward
 needs them), before the state is written back (*lazy*).
@@ -70,21 +70,24 @@ class TransferHandler:
 
     Args:
         layout: the layout; records have its sizes.
-        files: the two state files, by place.
+        files: the state files, by place.
         num_workers: buffers, and threads.
         longest: elements of the device's longest record.
         name: for thread names.
+        in_place: write each record where it was read, instead of to its other place.
     """
 
     def __init__(
         self,
         layout: Layout,
-        files: tuple[BlockFile, BlockFile],
+        files: Sequence[BlockFile],
         num_workers: int,
         longest: int,
         name: str,
+        *,
+        in_place: bool = False,
     ) -> None:
-        self._layout, self._files = layout, files
+        self._layout, self._files, self._in_place = layout, files, in_place
         self._buffers = [Buffer(layout, longest) for _ in range(num_workers)]
         self._pool = ThreadPoolExecutor(num_workers, thread_name_prefix=f"smart-infinity {name}")
 
@@ -170,7 +173,7 @@ class TransferHandler:
         checksum = checksum_of(data) if changed else 0
         t2 = time.perf_counter()
         if changed:
-            other = 0 if places is None else 1 - place
+            other = 0 if places is None else place if self._in_place else 1 - place
             self._files[other].write_from(data, offset)
             written[record.index] = (other, checksum)
             spent.bytes_written += nbytes

@@ -1,0 +1,1 @@
+"""What works on a set of devices without its model: inspect, verify, move in and out."""
