@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from smart_infinity import plain, snapshots
+from smart_infinity import snapshots
 from smart_infinity.errors import DeviceFullError, DeviceIOError
 from smart_infinity.interrupts import deferred_interrupt
 from smart_infinity.kernels.formats import FORMAT_OF_DTYPE
@@ -105,14 +105,17 @@ def _continue_from(engine: Engine, found: Found, groups: Groups, dtype: torch.dt
     )
     # A crash may have left the host's part amended on some devices only: the last one counts.
     amendments = [record.amendment for record in found.records]
-    saved = plain.decode(blobs[amendments.index(max(amendments))])
-    engine.host_state.check(saved, engine.members(groups))
+    blob = blobs[amendments.index(max(amendments))]
+    engine.host_state.check(blob, engine.members(groups))
     engine.set_uuid = found.superblocks[0].set_uuid
+    for device, amendment in zip(engine.devices, amendments, strict=True):
+        if amendment < max(amendments):
+            device.amend(blob)
     with deferred_interrupt():
         engine.weights_moved = True
         _cast(engine, dtype)
         engine.on_all_devices(lambda device, index: device.restore(engine.weights.port(index)))
-        engine.host_state.load(saved, groups)
+        engine.host_state.load(blob, groups)
     engine.adopt(found.records[0])
 
 
@@ -121,7 +124,7 @@ def go_back(engine: Engine, name: str, groups: Groups) -> None:
     keepers = [device.snapshots for device in engine.devices]
     snapshots.restore(keepers, name, engine.step_id[0])
     blobs = engine.on_all_devices(lambda device, index: device.restore(engine.weights.port(index)))
-    engine.host_state.load(plain.decode(blobs[0]), groups)
+    engine.host_state.load(blobs[0], groups)
     engine.adopt(engine.devices[0].committed)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import random
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,52 +51,58 @@ class HostState:
     amend: weakref.WeakMethod[Callable[[], None]]
     registered: list[Registered] = field(default_factory=list)
     saved: dict[str, Any] | None = None
+    _last: bytes = b""
     _foreseen: list[tuple[list[int], int]] = field(default_factory=list)
     _is_loading: bool = False
     _with_buffers: bool | None = None
 
     # --- committing ---------------------------------------------------------------------------
 
-    def encode(self, groups: Groups, members: list[list[int]], *, is_amendment: bool) -> bytes:
-        """What to commit now: with a new step, or in place of what was committed with the last.
+    def encode(self, groups: Groups, members: list[list[int]]) -> bytes:
+        """What to commit with a new step.
 
         Raises:
             UnsupportedError: a registered object's state holds what cannot be written.
         """
-        if not is_amendment:
-            self._foreseen = [
-                own.pattern.foreseen() if own.pattern else ([], 0) for own in self.registered
-            ]
-        objects = []
-        for number, own in enumerate(self.registered):
-            intervals, expected = ([], 0) if is_amendment else self._foreseen[number]
-            if is_amendment and own.pattern:
-                intervals, expected = own.pattern.intervals, own.pattern.outstanding
-            objects.append(
-                {
-                    "type": own.type_name,
-                    "state": own.object.state_dict(),
-                    "steps": expected,
-                    "intervals": intervals,
-                }
-            )
+        self._foreseen = [
+            own.pattern.foreseen() if own.pattern else ([], 0) for own in self.registered
+        ]
         content = {
             "param_groups": [scalars(group) for group in groups],
             "members": members,
             "random": random_states(),
             "buffers": dict(self._buffers()),
-            "objects": objects,
+            "objects": [
+                _entry(own, *foreseen, calls=0)
+                for own, foreseen in zip(self.registered, self._foreseen, strict=True)
+            ],
         }
         return plain.encode(content, "what is committed with a step")
 
-    def committed(self) -> None:
-        """A new step is durable on all devices."""
+    def committed(self, blob: bytes) -> None:
+        """A new step is durable on all devices, with this host's part."""
+        self._last = blob
         for own, (intervals, expected) in zip(self.registered, self._foreseen, strict=False):
             if own.pattern:
                 own.pattern.committed(intervals, expected)
 
-    def amended(self) -> None:
-        """What was committed with the last step is replaced."""
+    def encode_amendment(self, groups: Groups) -> bytes:
+        """What was committed with the last step, with schedulers and groups as they are now.
+
+        All else stays as it was in that step: a sampler may have moved on since.
+        """
+        content = plain.decode(self._last)
+        content["param_groups"] = [scalars(group) for group in groups]
+        objects = content["objects"]
+        for number, own in enumerate(self.registered):
+            pattern = own.pattern
+            if pattern is not None and number < len(objects):
+                objects[number] = _entry(own, pattern.intervals, pattern.outstanding, pattern.calls)
+        return plain.encode(content, "what is committed with a step")
+
+    def amended(self, blob: bytes) -> None:
+        """What was committed with the last step is replaced by this."""
+        self._last = blob
         for own in self.registered:
             if own.pattern:
                 own.pattern.expected = max(own.pattern.expected, own.pattern.calls)
@@ -145,25 +151,15 @@ class HostState:
             number = len(self.registered) + len(fresh)
             plain.encode(own.state_dict(), f"the state_dict of {name} (registered object {number})")
             fresh.append(Registered(own, name, StepPattern() if is_scheduler(own) else None))
-        self._check_types([*self.registered, *fresh])
+        if self.saved is not None:
+            names = [entry.type_name for entry in (*self.registered, *fresh)]
+            check_types(names, self.saved["objects"])
         for entry in fresh:
             if entry.pattern is not None:
                 entry.undo = observe_steps(entry.object, _Stepped(self, entry.pattern))
         self.registered += fresh
         if self.saved is not None:
             self._load_objects(fresh, groups)
-
-    def _check_types(self, entries: list[Registered]) -> None:
-        if self.saved is None:
-            return
-        saved = self.saved["objects"]
-        for number, (entry, own) in enumerate(zip(entries, saved, strict=False)):
-            if entry.type_name != own["type"]:
-                raise StateMismatchError(
-                    f"registered object {number} is a {entry.type_name}, and the state holds a "
-                    f"{own['type']} there. Expected the objects of the run that is continued, in "
-                    "the same order"
-                )
 
     def forget(self) -> None:
         """Let go of all registered objects."""
@@ -174,16 +170,17 @@ class HostState:
 
     # --- taking back --------------------------------------------------------------------------
 
-    def load(self, saved: dict[str, Any], groups: Groups) -> None:
+    def load(self, blob: bytes, groups: Groups) -> None:
         """Take back what was committed: groups, buffers, registered objects, random states."""
-        self.saved = saved
-        self._check_types(self.registered)
+        self.saved, self._last = plain.decode(blob), blob
         self._restore_buffers()
         self._load_objects(self.registered, groups)
         self.restore_random_state()
 
-    def check(self, saved: dict[str, Any], members: list[list[int]]) -> None:
+    def check(self, blob: bytes, members: list[list[int]]) -> None:
         """Refuse what does not fit this run, before anything moves. `StateMismatchError`."""
+        saved = plain.decode(blob)
+        check_types([entry.type_name for entry in self.registered], saved["objects"])
         if saved["members"] != members:
             raise StateMismatchError(
                 "the param_groups of the state hold other parameters than the optimizer's do: "
@@ -236,24 +233,26 @@ class HostState:
         are put back to what was committed, and then all schedulers make their outstanding steps.
         """
         assert self.saved is not None
+        pairs = list(zip(self.registered, self.saved["objects"], strict=False))
+        moves_groups = fresh is self.registered or any(entry.pattern for entry in fresh)
+        again = [
+            (entry, own)
+            for entry, own in pairs
+            if any(entry is other for other in fresh) or (moves_groups and entry.pattern)
+        ]
         self._is_loading = True
         try:
-            pairs = list(zip(self.registered, self.saved["objects"], strict=False))
-            for entry, own in pairs:
-                if entry.pattern is not None or any(entry is other for other in fresh):
-                    entry.object.load_state_dict(own["state"])
-            if any(entry.pattern is not None for entry in fresh) or fresh is self.registered:
-                for group, values in zip(groups, self.saved["param_groups"], strict=True):
-                    restore_scalars(group, values)
-            for entry, own in pairs:
-                for _ in range(own["steps"] if entry.pattern else 0):
-                    entry.object.step()
+            load_objects(
+                [(entry.object, own) for entry, own in again],
+                list(zip(groups, self.saved["param_groups"], strict=True)) if moves_groups else [],
+            )
         finally:
             self._is_loading = False
-        for entry, own in pairs:
+        for entry, own in again:
             if entry.pattern is not None:
-                entry.pattern.committed(list(own["intervals"]), own["steps"])
-                entry.pattern.calls = own["steps"]
+                calls = own["calls"] + own["steps"]
+                entry.pattern.committed(list(own["intervals"]), calls)
+                entry.pattern.calls = calls
         if fresh and len(self.registered) > len(pairs):
             logger.warning(
                 "the resumed state holds %d registered objects and %d are registered now: %s "
@@ -268,6 +267,49 @@ class HostState:
         amend = self.amend()  # weak: an engine that is dropped ends at once
         if not self._is_loading and pattern.called(with_arguments) and amend is not None:
             amend()
+
+
+def load_objects(
+    objects: Sequence[tuple[Any, Mapping[str, Any]]],
+    groups: Sequence[tuple[dict[str, Any], Mapping[str, Any]]],
+) -> None:
+    """Give objects and groups back what was committed, and let schedulers catch up.
+
+    Args:
+        objects: each with its entry in what was committed.
+        groups: each with the hyper-parameters that were committed.
+    """
+    for target, own in objects:
+        target.load_state_dict(own["state"])
+    for group, values in groups:
+        restore_scalars(group, values)
+    for target, own in objects:
+        for _ in range(own["steps"]):
+            target.step()
+
+
+def check_types(names: Sequence[str], saved: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse objects of other types than those committed. `StateMismatchError`."""
+    for number, (name, own) in enumerate(zip(names, saved, strict=False)):
+        if name != own["type"]:
+            raise StateMismatchError(
+                f"registered object {number} is a {name}, and the state holds a {own['type']} "
+                "there. Expected the objects of the run that is continued, in the same order"
+            )
+
+
+def _entry(own: Registered, intervals: list[int], steps: int, calls: int) -> dict[str, Any]:
+    """A registered object in what is committed.
+
+    Of a scheduler's calls since that step, ``calls`` are in the state and ``steps`` will follow.
+    """
+    return {
+        "type": own.type_name,
+        "state": own.object.state_dict(),
+        "intervals": intervals,
+        "steps": steps,
+        "calls": calls,
+    }
 
 
 class _Stepped:

@@ -201,7 +201,7 @@ class Engine:
                 raise
             self.weights.announce(active)
             self.adopt(self.devices[0].committed)
-            self.host_state.committed()
+            self.host_state.committed(commit.blob)
 
     def _update(self, device: Device, step: StepPlan, index: int, commit: Commit) -> None:
         self.link.carry("control", step.table)
@@ -231,7 +231,7 @@ class Engine:
 
     def make_commit(self, step: int, groups: Groups, counts: Counts | None = None) -> Commit:
         """What all devices commit with a step: its identity, step counts, and the host's part."""
-        blob = self.host_state.encode(groups, self.members(groups), is_amendment=False)
+        blob = self.host_state.encode(groups, self.members(groups))
         step_id = self.step_id[0], step, self._attempt
         return Commit(step_id, self._counts if counts is None else counts, blob)
 
@@ -240,15 +240,14 @@ class Engine:
         if self.guard.state is not State.OPEN or self.guard.is_forked or not self.steps:
             return
         with deferred_interrupt():
-            groups = self.source.param_groups
-            blob = self.host_state.encode(groups, self.members(groups), is_amendment=True)
+            blob = self.host_state.encode_amendment(self.source.param_groups)
             self.link.count("control", len(blob) * len(self.devices))
             try:
                 self.on_all_devices(lambda device, _: device.amend(blob))
             except BaseException as error:
                 self._fail(error)
                 raise
-            self.host_state.amended()
+            self.host_state.amended(blob)
 
     def members(self, groups: Groups) -> list[list[int]]:
         """By group, the layout's indices of its offloaded parameters."""
@@ -259,7 +258,7 @@ class Engine:
         self.guard()
         groups = self.source.param_groups
         self.host_state.register(objects, groups)
-        size = len(self.host_state.encode(groups, self.members(groups), is_amendment=True))
+        size = len(self.host_state.encode(groups, self.members(groups)))
         self.on_all_devices(lambda device, _: device.reserve_blob(size))
 
     def adopt(self, record: LedgerRecord) -> None:
@@ -272,12 +271,16 @@ class Engine:
         """See `OffloadedOptimizer.restore`."""
         self.guard()
         with deferred_interrupt():
-            snapshots.check([device.snapshots for device in self.devices], name)
+            groups, keepers = self.source.param_groups, [own.snapshots for own in self.devices]
+            snapshots.check(keepers, name)
+            self.host_state.check(keepers[0].read_blob(name), self.members(groups))
             try:
-                go_back(self, name, self.source.param_groups)
+                go_back(self, name, groups)
             except BaseException as error:
                 self._fail(error)
                 raise
+            # The same step made again is another one than that which was given up.
+            self._attempt = os.urandom(16)
 
     # --- ending --------------------------------------------------------------------------------
 
@@ -322,11 +325,10 @@ class Engine:
 
     def manifest(self) -> dict[str, str | int]:
         """Which state this is."""
-        branch, step, attempt = self.step_id
+        _, step, attempt = self.step_id
         return {
             "set_uuid": self.set_uuid,
             "layout_hash": self.layout.hash(),
-            "branch": branch,
             "step": step,
             "attempt": attempt.hex(),
         }

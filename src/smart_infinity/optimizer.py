@@ -212,13 +212,13 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def _keep_step(self) -> None:
         """Make the snapshot of the committed step, if there is none, and drop the oldest."""
-        branch, step, attempt = self._engine.step_id
+        _, step, attempt = self._engine.step_id
         if not self._keep_snapshots or not step:
             return
         name = f"step-{step}"
         found = {own.name: own for own in self.snapshots()}
         if name in found:
-            if found[name].branch == branch and found[name].attempt == attempt.hex():
+            if found[name].attempt == attempt.hex():
                 return
             snapshots.remove(self._keepers(), name)  # of a history that was given up
         self.snapshot(name)
@@ -282,9 +282,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def _snapshot_of(self, manifest: dict[str, Any]) -> str:
         found = self.snapshots()
         for own in found:
-            if (own.branch, own.step, own.attempt) == tuple(
-                manifest.get(key) for key in ("branch", "step", "attempt")
-            ):
+            if (own.step, own.attempt) == (manifest.get("step"), manifest.get("attempt")):
                 return own.name
         raise StateMismatchError(
             f"the state_dict is of step {manifest.get('step')}, which the devices no longer hold. "

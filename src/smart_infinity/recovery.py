@@ -60,18 +60,14 @@ def recover(
 ) -> Found | None:
     """What to continue from, or None to begin anew.
 
-    Directories begin anew only if none of the set holds a step of 1 or more: an empty
+    Directories begin anew only if none of the set holds more than a first state: an empty
     replacement of one directory must not erase the others.
     """
     if resume is False:
         return None
     notes: dict[str, list[str]] = {device.path: [] for device in devices}
     superblocks = [device.identify(notes[device.path]) for device in devices]
-    # Superblocks are written last: what lies beside none was never a state, only half-made.
-    ledgers = [
-        device.recorded_steps() if superblock is not None else LedgerContents([], [])
-        for device, superblock in zip(devices, superblocks, strict=True)
-    ]
+    ledgers = [device.recorded_steps() for device in devices]
     for device, superblock, ledger in zip(devices, superblocks, ledgers, strict=True):
         if superblock is not None and not ledger.records:
             raise CorruptStateError(
@@ -80,7 +76,8 @@ def recover(
                 "the directory from a copy, or discard the state with resume=False"
             )
     paths = [device.path for device in devices]
-    if all(record.step == 0 for ledger in ledgers for record in ledger.records):
+    # A set that went back to a snapshot of its first state is on a later branch, and of value.
+    if all(not (own.step or own.branch) for ledger in ledgers for own in ledger.records):
         if torn_set is None:
             return None
         return _first_state(paths, layout, resume, torn_set, superblocks, ledgers)

@@ -11,6 +11,10 @@ def is_scheduler(candidate: object) -> bool:
     return callable(getattr(candidate, "step", None)) and hasattr(candidate, "get_last_lr")
 
 
+def _new(kind: Any, *arguments: Any) -> Any:
+    return kind.__new__(kind, *arguments)
+
+
 def observe_steps(scheduler: Any, stepped: Callable[[bool], None]) -> Callable[[], None]:
     """Call ``stepped(with arguments)`` after each ``scheduler.step()``; returns what undoes it.
 
@@ -23,8 +27,21 @@ def observe_steps(scheduler: Any, stepped: Callable[[bool], None]) -> Callable[[
         stepped(bool(args or kwargs))
         return result
 
-    names = {"step": step, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    scheduler.__class__ = type(kind.__name__, (kind,), names)
+    def reduce(self: Any, protocol: Any) -> Any:
+        # A copy is not observed, and a pickle must find the class.
+        function, arguments, *rest = kind.__reduce_ex__(self, protocol)
+        if function.__name__ == "__newobj__":  # the pickler insists on its class being this one
+            function = _new
+        return function, tuple(kind if own is observing else own for own in arguments), *rest
+
+    names = {
+        "step": step,
+        "__reduce_ex__": reduce,
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+    }
+    observing = type(kind.__name__, (kind,), names)
+    scheduler.__class__ = observing
 
     def undo() -> None:
         scheduler.__class__ = kind

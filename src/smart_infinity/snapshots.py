@@ -81,9 +81,8 @@ def restore(devices: Sequence[Snapshots], name: str, newest_branch: int) -> None
         name: of a snapshot.
         newest_branch: the latest branch that any device's ledger has seen.
     """
-    branch, attempt = newest_branch + 1, os.urandom(16)
-    on_all(devices, lambda device: device.load(name, branch, attempt))
-    on_all(devices, lambda device: device.finish(name, branch, attempt))
+    on_all(devices, lambda device: device.load(name, newest_branch + 1))
+    on_all(devices, lambda device: device.finish(name, newest_branch + 1))
 
 
 def on_all(devices: Sequence[Snapshots], call: Callable[[Snapshots], ResultT]) -> list[ResultT]:

@@ -1,4 +1,4 @@
-"""``smart-infinity bench``: the update phase beside raw I/O, the kernels beside torch's."""
+"""``smart-infinity bench``: update beside raw I/O, kernels beside torch's, runs that are killed."""
 
 import contextlib
 import json
@@ -10,8 +10,8 @@ import typer
 from rich import box
 from rich.table import Table
 
-from smart_infinity.cli.console import print_line, print_result, stderr
-from smart_infinity.cli.errors import UsageError
+from smart_infinity.cli.console import print_error, print_line, print_result, stderr
+from smart_infinity.cli.errors import EXIT_ERROR, UsageError
 from smart_infinity.cli.options import Verify
 from smart_infinity.cli.variadic import SeveralValuesCommand
 
@@ -117,6 +117,55 @@ def kernel(
         f"compiling for a first AdamW step: {compile_s['cold']:.1f} s, "
         f"from the cache {compile_s['cached']:.1f} s",
     )
+
+
+@app.command()
+def crash(
+    kills: Annotated[int, typer.Option(min=1, help="SIGKILLs, over all runs.")] = 200,
+    devices: Annotated[
+        Path | None,
+        typer.Option(
+            help="An existing directory in which up to three devices are made and removed; "
+            "without it, the one for temporary files.",
+            show_default=False,
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of data, rates, and the instants of kills.")] = 0,
+    json_file: JsonOption = None,
+) -> None:
+    """Kill training runs at random instants; exit with 1 if what they commit is not as promised."""
+    _check_output(json_file)
+    from smart_infinity.benchmarks.crash import ConfigurationResult, crash_campaign
+
+    with _progress() as on_progress:
+        result = crash_campaign(kills, devices, seed=seed, on_progress=on_progress)
+    _write_json(json_file, result.to_json())
+    columns = ("kills", "starting", "in steps", "steps", "lost", "mismatched", "lags")
+    table = _table("training runs, killed and resumed", "", *columns)
+    for own in [*result.configurations, result]:
+        name = "all"
+        if isinstance(own, ConfigurationResult):
+            name = f"{own.optimizer} {own.dtype}, {own.devices} device{'s'[: own.devices - 1]}"
+        counts = (
+            own.kills,
+            own.kills_while_resuming,
+            own.kills_in_steps,
+            own.committed_steps,
+            own.lost_steps,
+            own.mismatched_steps,
+            own.scheduler_lags,
+        )
+        table.add_row(name, *map(str, counts))
+    print_result(
+        table,
+        f"{result.committed_in_flight} steps were committed by trainers that died before they "
+        f"knew; {result.resumed_beside_workers} resumes beside DataLoader workers of a killed "
+        f"trainer; {result.seconds:.0f} s",
+    )
+    for problem in result.problems:
+        print_error(problem)
+    if result.problems:
+        raise typer.Exit(EXIT_ERROR)
 
 
 @contextlib.contextmanager

@@ -193,8 +193,13 @@ class LocalDevice(Device):
 
     def settle(self, record: LedgerRecord, superblock: Superblock) -> bytes:
         """See `Device.settle`."""
-        self._store.open(in_place=self._in_place)
-        self._store.require_places(record)
+        try:
+            self._store.open(record, in_place=self._in_place)
+        except DeviceIOError as error:
+            if error.operation != "reserve":
+                raise
+            available = slots.free_nbytes(self.path)
+            raise self._full(self._store.state_nbytes, available) from error
         blob = self._store.read_blob(record)
         self._start_handler()
         self._store.settle(record)

@@ -112,6 +112,9 @@ class BlockFile:
             if count == 0:
                 detail = f"the file ends here, {nbytes - done} bytes short"
                 raise DeviceIOError(self.device, self.path, "copy", offset + done, 0, detail)
+            for observer in _observers:
+                begin = target_offset + done
+                observer(target.path, begin, os.pread(target._fd, count, begin))
             done += count
 
     def _copy_by_hand(

@@ -12,6 +12,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 import numpy as np
 import numpy.typing as npt
@@ -97,8 +98,8 @@ class LedgerContents:
     damage: list[str]
 
     def clean(self) -> list[LedgerRecord]:
-        """The records of completed steps."""
-        return [record for record in self.records if not record.dirty]
+        """The records of completed steps whose state is not overwritten in place since."""
+        return list(takewhile(lambda record: not record.dirty, self.records))
 
 
 def record_nbytes(num_records: int, num_parameters: int) -> int:
@@ -219,7 +220,8 @@ def newest_common(ledgers: Sequence[LedgerContents]) -> list[LedgerRecord]:
         if contents.records and contents.records[0].dirty:
             raise CorruptStateError(
                 f"device {number} was in the middle of step {contents.records[0].step} when its "
-                'run ended, and durability="none" keeps no other state. Expected a step that was '
+                "run ended, or of going back to it, and its former state is overwritten (as "
+                'durability="none" does). Expected a step that was '
                 "completed: go back to a snapshot with smart-infinity restore, or begin anew with "
                 "resume=False"
             )
@@ -230,7 +232,8 @@ def newest_common(ledgers: Sequence[LedgerContents]) -> list[LedgerRecord]:
         raise CorruptStateError(
             f"no step is complete on every device: the ledgers hold steps {steps}, in order of "
             "the devices. Expected one step common to all; check that every directory belongs to "
-            "this run and that none was replaced"
+            "this run and that none was replaced. If the run ended in the middle of a step with "
+            'durability="none", go back to a snapshot with smart-infinity restore'
         )
     newest = max(common)
     return [records[newest] for records in by_device]

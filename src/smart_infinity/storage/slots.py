@@ -55,6 +55,14 @@ def free_nbytes(directory: str) -> int:
     return status.f_bavail * status.f_frsize
 
 
+def disk_nbytes(directory: str) -> int:
+    """Bytes that our files take on disk: what `discard` frees."""
+    files = [os.path.join(directory, name) for name in OUR_FILES]
+    for root, _, names_below in os.walk(os.path.join(directory, SNAPSHOTS)):
+        files += [os.path.join(root, name) for name in names_below]
+    return sum(512 * os.stat(file).st_blocks for file in files if os.path.exists(file))
+
+
 def sync_directory(directory: str) -> None:
     """Make the names in a directory durable."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)

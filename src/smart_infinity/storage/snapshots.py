@@ -49,7 +49,7 @@ class Snapshot:
 
     Attributes:
         identity: the same random text on all devices of the set.
-        branch, step, attempt: of the committed step; see `LedgerRecord`.
+        step, attempt: of the committed step; see `LedgerRecord`. Together they say what it holds.
         created: when it was made, as ISO 8601 in UTC.
     """
 
@@ -59,7 +59,6 @@ class Snapshot:
     set_uuid: str
     device_index: int
     layout_hash: str
-    branch: int
     step: int
     attempt: str
     created: str
@@ -97,8 +96,13 @@ class Snapshots:
         """Remove a snapshot, whole or half-made; nothing happens where there is none."""
         hidden = os.path.join(self._root, "." + name)
         shutil.rmtree(hidden, ignore_errors=True)
-        with contextlib.suppress(FileNotFoundError):  # in one go, it is no snapshot any more
-            os.rename(os.path.join(self._root, name), hidden)
+        path = os.path.join(self._root, name)
+        try:
+            os.rename(path, hidden)  # in one go it is no snapshot any more
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise DeviceIOError(self.directory, path, "rename", None, error.errno or 0) from error
         shutil.rmtree(hidden, ignore_errors=True)
 
     def remove_half_made(self) -> None:
@@ -144,7 +148,6 @@ class Snapshots:
             self.set_uuid,
             store.device,
             store.layout.hash(),
-            record.branch,
             record.step,
             record.attempt.hex(),
             created,
@@ -164,9 +167,9 @@ class Snapshots:
             write_durably(self.directory, os.path.join(path, _RECORD), plain.encode())
             write_durably(self.directory, os.path.join(path, _BLOB), blob)
             write_durably(self.directory, os.path.join(path, _ABOUT), data)
-        except OSError as error:
+        except BaseException as error:
             shutil.rmtree(path, ignore_errors=True)
-            if isinstance(error, DeviceIOError):
+            if isinstance(error, DeviceIOError) or not isinstance(error, OSError):
                 raise
             raise DeviceIOError(self.directory, path, "write", None, error.errno or 0) from error
 
@@ -183,7 +186,10 @@ class Snapshots:
     # --- going back --------------------------------------------------------------------------
 
     def check(self, name: str) -> None:
-        """Read a whole snapshot. Raises `StateMismatchError` or `CorruptStateError`."""
+        """Read a whole snapshot.
+
+        Raises `StateMismatchError`, `CorruptStateError`, or `DeviceIOError`.
+        """
         for problem in self.problems(name):
             raise CorruptStateError(
                 f"device {self.directory}: snapshot {name!r}: {problem}. Expected what was "
@@ -238,7 +244,7 @@ class Snapshots:
         finally:
             file.close()
 
-    def load(self, name: str, branch: int, attempt: bytes) -> None:
+    def load(self, name: str, branch: int) -> None:
         """Copy a checked snapshot to the places that the committed step does not use.
 
         In place where there is no other; the ledger then says since before that the state is torn.
@@ -247,18 +253,15 @@ class Snapshots:
         record = self._record(name)
         places = self._free_places()
         if store.in_place:
-            store.mark_dirty((branch, record.step, attempt))
+            store.mark_dirty((branch, record.step, record.attempt))
         with self._files(os.path.join(self._root, name, _STATE), "r") as (targets, source):
             for own in store.layout.devices[store.device].records:
                 offset = own.index * store.layout.record_stride
                 nbytes = store.layout.record_nbytes(own.length)
                 source.copy_to(targets[int(places[own.index])], nbytes, offset, offset)
 
-    def finish(self, name: str, branch: int, attempt: bytes) -> None:
-        """Commit what `load` has copied, as a later branch of the set's history.
-
-        The same ``branch`` and ``attempt`` as in `load`, on all devices.
-        """
+    def finish(self, name: str, branch: int) -> None:
+        """Commit what `load` has copied, as the same step of a later branch."""
         record = self._record(name)
         written = {
             index: (int(place), int(checksum))
@@ -266,7 +269,7 @@ class Snapshots:
                 zip(self._free_places(), record.checksums, strict=True)
             )
         }
-        step_id = branch, record.step, attempt
+        step_id = branch, record.step, record.attempt
         self.store.commit(Commit(step_id, record.counts, self._read(name, _BLOB)), written)
 
     def _free_places(self) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:

@@ -91,7 +91,6 @@ class Store:
         self.files = []
         self._blobs: list[BlockFile] = []
         self._ledger: Ledger | None = None
-        self._num_found = 0
 
     @property
     def state_nbytes(self) -> int:
@@ -116,35 +115,45 @@ class Store:
             0, 0, bytes(16), 0, False, zeros, zeros.astype(np.uint64), counts, 1, 0, 0
         )
 
-    def open(self, *, in_place: bool | None = None) -> None:
+    def open(self, record: LedgerRecord | None = None, *, in_place: bool | None = None) -> None:
         """Open the files that are there.
 
         Args:
+            record: the step that is wanted, which says what state files must be whole.
             in_place: how steps will be made; None: as the files allow. A second place that was
                 never reserved is reserved where it will be needed.
 
         Raises:
             CorruptStateError: a state file is missing or cut off; what is there is open then.
+            DeviceIOError: among others, where there is no room for a second place.
         """
         self._ledger = Ledger(self._open(slots.LEDGER))
         self._blobs = [self._open(name) for name in slots.BLOB]
-        there = [os.path.exists(os.path.join(self.directory, name)) for name in slots.STATE]
-        if not there[0]:
-            raise self._cut_off(slots.STATE[0], "is missing")
-        self.files = [
-            self._open_state(name)
-            for name, is_there in zip(slots.STATE, there, strict=True)
-            if is_there
-        ]
-        self._num_found = len(self.files)
-        self.in_place = not there[1] if in_place is None else in_place
-        if not there[1] and not self.in_place:
-            self.files.append(self._open(slots.STATE[1], direct=self._direct, mode="x"))
-            self.files[1].reserve(self.state_nbytes)
-        for file in self.files:
-            if file.nbytes() < self.state_nbytes:
-                name = os.path.basename(file.path)
-                raise self._cut_off(name, f"is cut off: it has {file.nbytes()} bytes")
+        used = set() if record is None else set(record.places.tolist())
+        for place, name in enumerate(slots.STATE):
+            path = os.path.join(self.directory, name)
+            size = os.path.getsize(path) if os.path.exists(path) else -1
+            if size >= self.state_nbytes and size >= 0:
+                self.files.append(self._open_state(name))
+            elif place in used or place == 0:
+                seen = "is missing" if size < 0 else f"is cut off: it has {size} bytes"
+                raise CorruptStateError(
+                    f"device {self.directory}: {name} {seen}. Expected {self.state_nbytes} bytes; "
+                    "restore the directory from a copy, or begin anew with resume=False"
+                )
+            elif in_place is False:
+                self._reserve_second_place(name)
+        self.in_place = len(self.files) == 1 if in_place is None else in_place
+
+    def _reserve_second_place(self, name: str) -> None:
+        file = self._open(name, direct=self._direct, mode="x")
+        try:
+            file.reserve(self.state_nbytes)
+        except DeviceIOError:
+            file.close()
+            os.unlink(file.path)
+            raise
+        self.files.append(file)
 
     def _open_state(self, name: str) -> BlockFile:
         try:
@@ -154,17 +163,6 @@ class Store:
             if error.errno != errno.EINVAL or self._mode != "r":
                 raise
             return self._open(name)
-
-    def require_places(self, record: LedgerRecord) -> None:
-        """Refuse a step of which a state file is missing: what `open` reserved is no state."""
-        if len(record.places) and int(record.places.max()) >= self._num_found:
-            raise self._cut_off(slots.STATE[1], "is missing")
-
-    def _cut_off(self, name: str, seen: str) -> CorruptStateError:
-        return CorruptStateError(
-            f"device {self.directory}: {name} {seen}. Expected {self.state_nbytes} bytes; restore "
-            "the directory from a copy, or begin anew with resume=False"
-        )
 
     def ledger_contents(self) -> LedgerContents:
         """What the ledger holds; nothing where there is none."""

@@ -8,6 +8,7 @@ OUT/committed               the host's part of the step: random states, buffers,
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -26,6 +27,7 @@ from smart_infinity.errors import (
     UnsupportedError,
 )
 from smart_infinity.layout import Layout
+from smart_infinity.storage.buffers import checksum
 from smart_infinity.storage.ledger import LedgerRecord
 from smart_infinity.storage.slots import free_nbytes, sync_directory
 from smart_infinity.storage.store import RecordReader
@@ -64,8 +66,8 @@ def export_set(
         StateExistsError: ``out`` holds something.
     """
     with open_set(directories, writable=False) as found, ExitStack() as stack:
-        for store in found.stores:
-            store.open()
+        for store, ledger in zip(found.stores, found.ledgers, strict=True):
+            store.open(ledger.records[0] if ledger.records else None)
         readers, blob = _source(found, snapshot, stack)
         first = readers[0].record
         if first.step == 0:
@@ -74,7 +76,7 @@ def export_set(
                 "export; train first"
             )
         model, counts = found.superblocks[0].model, first.counts.tolist()
-        about = describe(found.layout, model, first.step, counts, plain.decode(blob))
+        about = describe(found.layout, model, first.step, counts, blob)
         with new_directory(out) as directory:
             require_room(directory, found.layout)
             with tensor_files(directory, found.layout, max_shard_bytes) as write:
@@ -175,11 +177,13 @@ def tensor_files(directory: str, layout: Layout, max_shard_bytes: int) -> Iterat
 
 
 def describe(
-    layout: Layout, model: str, step: int, counts: Sequence[int], committed: Mapping[str, Any]
+    layout: Layout, model: str, step: int, counts: Sequence[int], blob: bytes
 ) -> dict[str, Any]:
-    """The content of ``state.json``."""
+    """The content of ``state.json``; ``blob`` is that of ``committed``."""
+    committed = plain.decode(blob)
     return {
         "export_version": EXPORT_VERSION,
+        "committed_checksum": checksum_of_committed(blob),
         "step": step,
         "model": model,
         "optimizer": layout.optimizer,
@@ -193,6 +197,11 @@ def describe(
             for group, members in zip(committed["param_groups"], committed["members"], strict=True)
         ],
     }
+
+
+def checksum_of_committed(blob: bytes) -> str:
+    """xxh3 of ``committed``, in hexadecimal."""
+    return f"{checksum(np.frombuffer(blob, np.uint8)):016x}"
 
 
 def write_plain(directory: str, about: dict[str, Any], blob: bytes) -> None:
@@ -218,8 +227,13 @@ def new_directory(out: str | os.PathLike[str]) -> Iterator[str]:
         sync_directory(hidden)
         os.rename(hidden, path)
         sync_directory(parent)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(hidden, ignore_errors=True)
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            raise DeviceFullError(
+                f"{parent}: the file system became full during the export. Free some space, or "
+                "export to another drive; nothing was left behind"
+            ) from error
         raise
 
 

@@ -17,7 +17,7 @@ def take_snapshot(directories: Directories, name: str) -> int:
     with open_set(directories, writable=True) as found:
         records = found.require_records()
         for store, record in zip(found.stores, records, strict=True):
-            store.open()
+            store.open(record)
             store.record = record
         snapshots.take(found.snapshots(), name)
         return records[0].step
@@ -31,8 +31,8 @@ def restore_snapshot(directories: Directories, name: str) -> int:
         CorruptStateError: the snapshot is damaged. In both cases nothing has changed.
     """
     with open_set(directories, writable=True) as found:
-        for store in found.stores:
-            store.open()
+        for store, ledger in zip(found.stores, found.ledgers, strict=True):
+            store.open(ledger.records[0] if ledger.records else None)
         keepers = found.snapshots()
         snapshots.check(keepers, name)
         found.settle()

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from smart_infinity import plain
 from smart_infinity.devices import check_specs
 from smart_infinity.errors import (
     CorruptStateError,
@@ -20,6 +19,7 @@ from smart_infinity.errors import (
     StateMismatchError,
 )
 from smart_infinity.kernels import OPTIMIZERS
+from smart_infinity.kernels.formats import FORMAT_OF_DTYPE
 from smart_infinity.layout import FORMAT_VERSION, Layout, ParameterSpec, plan_layout
 from smart_infinity.storage import slots
 from smart_infinity.storage.buffers import checksum, reserve
@@ -32,6 +32,7 @@ from smart_infinity.tools.export import (
     EXPORT_VERSION,
     STATE_FILE,
     STEMS,
+    checksum_of_committed,
     tensor_names,
 )
 
@@ -40,22 +41,29 @@ class Export:
     """The files of an export, open for reading.
 
     Attributes:
-        about: the content of ``state.json``.
+        step, model, optimizer, moments, specs: what it is of.
+        counts: each parameter's own step count.
         committed: the host's part of the step.
     """
 
     def __init__(self, source: str | os.PathLike[str]) -> None:
         self.path = os.fspath(source)
-        self.about = self._about()
-        with open(os.path.join(self.path, COMMITTED_FILE), "rb") as file:
-            self.committed = file.read()
-        plain.decode(self.committed)  # refused now if it is damaged
         self._files: dict[str, TensorFileReader] = {}
         self._where: dict[str, TensorFileReader] = {}
-        for name in sorted(os.listdir(self.path)):
-            if name.endswith(".safetensors") and name.startswith(STEMS):
-                self._files[name] = TensorFileReader(os.path.join(self.path, name))
-                self._where.update(dict.fromkeys(self._files[name].tensors, self._files[name]))
+        self._content = self._about()
+        try:
+            self._read_plain()
+            for name in sorted(os.listdir(self.path)):
+                if name.endswith(".safetensors") and name.startswith(STEMS):
+                    file = TensorFileReader(os.path.join(self.path, name))
+                    self._files[name] = file
+                    self._where.update(dict.fromkeys(file.tensors, file))
+        except (OSError, KeyError, TypeError, ValueError) as error:
+            self.close()
+            raise CorruptStateError(
+                f"{self.path} is a damaged export: {type(error).__name__}: {error}. Expected all "
+                "that smart-infinity export wrote; export again"
+            ) from error
 
     def _about(self) -> dict[str, Any]:
         path = os.path.join(self.path, STATE_FILE)
@@ -75,35 +83,45 @@ class Export:
             )
         return about  # type: ignore[no-any-return]
 
-    def layout(self, num_devices: int) -> Layout:
-        """The layout of this state on a number of devices."""
-        about = self.about
-        if about["optimizer"] not in OPTIMIZERS:
-            raise StateMismatchError(
-                f"{self.path} is of optimizer {about['optimizer']!r}. Expected one of "
-                f"{sorted(OPTIMIZERS)}"
-            )
-        specs = [
-            ParameterSpec(own["name"], tuple(own["shape"]), own["dtype"])
+    def _read_plain(self) -> None:
+        """The step, the parameters, and the host's part; raises whatever is wrong with them."""
+        about = self._content
+        self.step, self.model = int(about["step"]), str(about["model"])
+        self.optimizer, self.moments = str(about["optimizer"]), list(about["moments"])
+        self.specs = [
+            ParameterSpec(str(own["name"]), tuple(map(int, own["shape"])), str(own["dtype"]))
             for own in about["parameters"]
         ]
-        layout = plan_layout(specs, about["optimizer"], about["moments"], num_devices)
-        self._check_tensors(layout)
+        self.counts = [int(own["step"]) for own in about["parameters"]]
+        with open(os.path.join(self.path, COMMITTED_FILE), "rb") as file:
+            self.committed = file.read()
+        if checksum_of_committed(self.committed) != about["committed_checksum"]:
+            raise ValueError(f"{COMMITTED_FILE} differs from its checksum")
+        unknown = {spec.dtype for spec in self.specs} - set(FORMAT_OF_DTYPE)
+        if unknown or self.step < 1:
+            raise ValueError(f"step {self.step}, dtypes {sorted(unknown)}")
+
+    def layout(self, num_devices: int) -> Layout:
+        """The layout of this state on a number of devices."""
+        if self.optimizer not in OPTIMIZERS:
+            raise StateMismatchError(
+                f"{self.path} is of optimizer {self.optimizer!r}. Expected one of "
+                f"{sorted(OPTIMIZERS)}"
+            )
+        layout = plan_layout(self.specs, self.optimizer, self.moments, num_devices)
+        masters, moments = tensor_names(layout)
+        expected = {
+            name: ("F32", layout.parameters[index].shape)
+            for name, (index, _) in (*masters.items(), *moments.items())
+        }
+        for name in {*expected, *self._where}:
+            seen = self._where[name].tensors[name] if name in self._where else None
+            if seen != expected.get(name):
+                raise CorruptStateError(
+                    f"{self.path}: tensor {name} is {seen or 'missing'}. Expected "
+                    f"{expected.get(name) or 'no such tensor'}; export again"
+                )
         return layout
-
-    def _check_tensors(self, layout: Layout) -> None:
-        for names in tensor_names(layout):
-            for name, (index, _) in names.items():
-                expected = ("F32", layout.parameters[index].shape)
-                seen = self._where[name].tensors[name] if name in self._where else "no such tensor"
-                if seen != expected:
-                    raise CorruptStateError(
-                        f"{self.path}: tensor {name} is {seen}. Expected {expected}; export again"
-                    )
-
-    def counts(self) -> list[int]:
-        """Each parameter's own step count."""
-        return [int(own["step"]) for own in self.about["parameters"]]
 
     def read(self, name: str, start: int, out: np.ndarray[Any, np.dtype[np.float32]]) -> None:
         """Fill ``out`` from a flat range of a tensor."""
@@ -143,15 +161,16 @@ def import_set(
         for path in paths:
             slots.require_directory(path)
             stack.callback(DeviceLock(path).release)
-            if not discard and read_superblock(path) is not None:
+            held = Store(path, layout, 0, direct=False).ledger_contents().records
+            if not discard and (read_superblock(path) is not None or any(r.step for r in held)):
                 raise StateExistsError(
                     f"device {path} holds a state. Expected an empty directory; pass --fresh to "
                     "discard it"
                 )
         _require_room(paths, layout)
         set_uuid, attempt = str(uuid.uuid4()), os.urandom(16)
-        step = int(export.about["step"])
-        counts = np.array(export.counts(), np.int64)
+        step = export.step
+        counts = np.array(export.counts, np.int64)
         try:
             for index, path in enumerate(paths):
                 slots.discard(path)
@@ -169,7 +188,7 @@ def import_set(
                     len(paths),
                     layout.hash(),
                     layout.optimizer,
-                    export.about["model"],
+                    export.model,
                 )
                 write_superblock(path, superblock, layout.to_json())
         except BaseException:
@@ -202,11 +221,16 @@ def _write_state(store: Store, export: Export) -> Mapping[int, tuple[int, int]]:
 
 
 def _require_room(paths: Sequence[str], layout: Layout) -> None:
+    """Refuse file systems that cannot hold the state, when what is there now has been removed."""
     needed: dict[int, int] = {}
+    freed: dict[int, int] = {}
+    for path in paths:
+        file_system = os.stat(path).st_dev
+        freed[file_system] = freed.get(file_system, 0) + slots.disk_nbytes(path)
     for index, path in enumerate(paths):
         file_system = os.stat(path).st_dev
         needed[file_system] = needed.get(file_system, 0) + 2 * layout.state_nbytes(index)
-        free = slots.free_nbytes(path)
+        free = slots.free_nbytes(path) + freed[file_system]
         if free < needed[file_system]:
             raise DeviceFullError(
                 f"device {path}: the state needs {needed[file_system]} bytes on this file system "

@@ -74,19 +74,11 @@ def _device(found: StoredSet, index: int) -> dict[str, Any]:
         "in_use": _is_locked(path),
         "steps": [record.step for record in found.ledgers[index].clean()],
         "state_bytes": store.state_nbytes,
-        "disk_bytes": _disk_nbytes(path),
+        "disk_bytes": slots.disk_nbytes(path),
         "free_bytes": slots.free_nbytes(path),
         "last_write": written and datetime.fromtimestamp(written, UTC).isoformat(),
         "health": "; ".join(troubles) or "ok",
     }
-
-
-def _disk_nbytes(directory: str) -> int:
-    names = (*slots.OUR_FILES, slots.LOCK)
-    files = [os.path.join(directory, name) for name in names]
-    for root, _, names_below in os.walk(os.path.join(directory, slots.SNAPSHOTS)):
-        files += [os.path.join(root, name) for name in names_below]
-    return sum(512 * os.stat(file).st_blocks for file in files if os.path.exists(file))
 
 
 def _snapshot_nbytes(directory: str, name: str) -> int:

@@ -10,7 +10,12 @@ import numpy as np
 import torch
 
 from smart_infinity import plain
-from smart_infinity.checkpointing import persistent_buffers, random_states
+from smart_infinity.checkpointing import (
+    check_types,
+    load_objects,
+    persistent_buffers,
+    random_states,
+)
 from smart_infinity.errors import StateMismatchError, UnsupportedError
 from smart_infinity.layout import Layout, ParameterSpec, plan_layout
 from smart_infinity.recipe import (
@@ -20,7 +25,6 @@ from smart_infinity.recipe import (
     model_parameters,
     moments_of,
     optimizer_name,
-    restore_scalars,
     scalars,
 )
 from smart_infinity.tools.export import (
@@ -41,6 +45,7 @@ def load_export(
     directory: str | os.PathLike[str],
     model: torch.nn.Module,
     torch_optimizer: torch.optim.Optimizer,
+    objects: Sequence[Any] = (),
 ) -> dict[str, Any]:
     """Bring an export into a plain torch run: weights, moments, step counts, hyper-parameters.
 
@@ -48,10 +53,12 @@ def load_export(
         directory: what ``smart-infinity export`` wrote.
         model: the model, on any device; its parameters get the fp32 masters in their own dtype.
         torch_optimizer: an optimizer of the same class and groups over its parameters.
+        objects: those that were registered for checkpointing, in that order: they are given their
+            states back, and schedulers make the calls that followed the step.
 
     Returns:
-        ``step``; ``objects``, a list of the registered objects' ``type`` and ``state``; ``buffers``
-        by name; and ``random``, the random states of Python, NumPy and torch.
+        ``step``; ``buffers`` by name; and ``random``, the random states of Python, NumPy and
+        torch.
 
     Raises:
         StateMismatchError: the export is of another optimizer or of other parameters; nothing has
@@ -63,7 +70,8 @@ def load_export(
         layout = export.layout(1)
         committed = plain.decode(export.committed)
         parameters = _matching(layout, committed["members"], model, torch_optimizer)
-        counts = export.counts()
+        counts = export.counts
+        check_types([type(own).__name__ for own in objects], committed["objects"])
         with torch.no_grad():
             for spec, parameter, count in zip(layout.parameters, parameters, counts, strict=True):
                 parameter.copy_(_read(export, spec.name, spec))
@@ -76,10 +84,12 @@ def load_export(
                 torch_optimizer.state[parameter].update(state)
     finally:
         export.close()
-    for group, own in zip(torch_optimizer.param_groups, committed["param_groups"], strict=True):
-        restore_scalars(group, own)
-    kept = ("objects", "buffers", "random")
-    return {"step": int(export.about["step"]), **{key: committed[key] for key in kept}}
+    load_objects(
+        list(zip(objects, committed["objects"], strict=False)),
+        list(zip(torch_optimizer.param_groups, committed["param_groups"], strict=True)),
+    )
+    kept = ("buffers", "random")
+    return {"step": export.step, **{key: committed[key] for key in kept}}
 
 
 def save_export(
@@ -115,7 +125,13 @@ def save_export(
         "random": random_states(),
         "buffers": dict(persistent_buffers(model)),
         "objects": [
-            {"type": type(own).__name__, "state": own.state_dict(), "steps": 0, "intervals": []}
+            {
+                "type": type(own).__name__,
+                "state": own.state_dict(),
+                "intervals": [],
+                "steps": 0,
+                "calls": 0,
+            }
             for own in objects
         ],
     }
@@ -132,7 +148,7 @@ def save_export(
                         counts[index] = _count(name, group, own, step)
                         initial = initial_moment(name, group)
                         _write_parameter(write, layout, index, parameter, own, initial)
-        about = describe(layout, type(model).__name__, step, counts, committed)
+        about = describe(layout, type(model).__name__, step, counts, blob)
         write_plain(hidden, about, blob)
 
 

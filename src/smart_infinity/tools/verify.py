@@ -54,7 +54,7 @@ def verify(directories: Sequence[str | os.PathLike[str]]) -> Verdict:
 def _state_problems(found: StoredSet, index: int, verdict: Verdict) -> Iterator[str]:
     store = found.stores[index]
     try:
-        store.open()
+        store.open(found.records[index] if found.records else None)
     except (CorruptStateError, DeviceIOError) as error:
         yield str(error)
         return
