@@ -132,7 +132,7 @@ def test_a_directory_that_is_not_writable(
         device.chmod(0o500)
     else:  # root may write whatever the mode
         device = mount("-t", "tmpfs", "-o", "ro,size=64k", "none")
-    with pytest.raises(DeviceSpecError, match="not writable|read-only file system"):
+    with pytest.raises(DeviceSpecError, match=r"not writable|read-only file system"):
         offload(model, adamw(model), [device])
 
 
