@@ -60,7 +60,8 @@ class NumpyHost:
 def restore(device: LocalDevice, record: LedgerRecord, host: NumpyHost) -> bytes:
     superblock = device.identify()
     assert superblock is not None
-    blob = device.settle(record, superblock)
+    blob = device.open(record, superblock)
+    device.settle(record)
     device.restore(host)
     return blob
 

@@ -119,6 +119,7 @@ class Kept:
         other.store.open(record, in_place=in_place)
         if settle:
             assert record is not None
+            other.store.reserve_second_place()
             other.store.settle(record)
         return other
 

@@ -212,12 +212,7 @@ def damaged(devices: list[Path], message: str, root: Path) -> None:
         assert cli("inspect", *devices)[0] == 0
 
 
-LEDGERS = pytest.mark.xfail(
-    strict=True, reason="a device that is whole settles before another one refuses"
-)
-
-
-@pytest.mark.parametrize("device", [pytest.param(1, marks=LEDGERS), "all"])
+@pytest.mark.parametrize("device", [1, "all"])
 def test_a_state_file_is_missing(device: int | str, ours: list[Path], root: Path) -> None:
     place = current_places(ours[1]).pop()
     for own in ours if device == "all" else [ours[device]]:
@@ -229,9 +224,7 @@ def test_a_state_file_is_missing(device: int | str, ours: list[Path], root: Path
     "place",
     [
         0,
-        pytest.param(
-            1, marks=pytest.mark.xfail(strict=True, reason="inspect looks for state.0 only")
-        ),
+        1,
     ],
 )
 def test_inspect_misses_the_state_file_of_the_newest_step(

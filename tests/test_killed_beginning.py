@@ -19,9 +19,21 @@ import pytest
 from images import Image, Run, in_memory, read_image, use_small_records, write_image
 from smart_infinity.errors import CorruptStateError, StateMismatchError
 
-CALLS = ("pwritev", "rename", "fsync", "fdatasync", "posix_fallocate", "unlink")
+CALLS = (
+    "pwritev",
+    "rename",
+    "fsync",
+    "fdatasync",
+    "posix_fallocate",
+    "unlink",
+    "copy_file_range",
+)
 DEVICES = 2
 EMPTY: Image = {f"device{index}/mine": b"" for index in range(DEVICES)}
+
+
+# Every fifth operation, or in a long run every one.
+each_stride = pytest.mark.parametrize("stride", [5, pytest.param(1, marks=pytest.mark.long)])
 
 
 @pytest.fixture(autouse=True)
@@ -72,29 +84,35 @@ def survives(nth: int, action: Callable[[], object]) -> bool:
     return True
 
 
+def killed(nth: int, stride: int) -> str:
+    return f"{(nth - 1) // stride} of {nth - 1} operations"
+
+
+@each_stride
 @pytest.mark.parametrize("durability", ["step", "none"])
 @pytest.mark.parametrize("resume", [True, None])
 def test_offload_is_killed_at_any_operation(
-    resume: bool | None, durability: str, root: Path
+    resume: bool | None, durability: str, stride: int, root: Path
 ) -> None:
     with Run(write_image(root / "case", EMPTY)) as run:
         run.train(range(2))
         expected = run.known()
-    for nth in range(1, 1000):
+    for nth in range(1, 1000, stride):
         devices = write_image(root / "case", EMPTY)
         is_over = survives(nth, lambda own=devices: Run(own, durability=durability).close())
         with Run(devices, resume=resume, durability=durability) as run:
             assert run.optimizer.steps == 0, nth
-            if nth % 5 == 0 or is_over:
+            if nth % 4 == 0 or is_over:
                 run.train(range(2))
                 assert run.known() == expected, nth
         if is_over:
             break
-    print(f"\noffload() killed at {nth - 1} operations, then resume={resume}: all began anew")
+    print(f"\noffload() killed at {killed(nth, stride)}, then resume={resume}: all began anew")
     assert 50 < nth < 999
 
 
-def test_a_resume_is_killed_at_any_operation(root: Path) -> None:
+@each_stride
+def test_a_resume_is_killed_at_any_operation(stride: int, root: Path) -> None:
     """Also one that mends: the second copies of superblock and ledger are damaged."""
     with Run.new(root / "case", DEVICES) as run:
         run.train(range(3))
@@ -106,25 +124,26 @@ def test_a_resume_is_killed_at_any_operation(root: Path) -> None:
     ledger = bytearray(image["device1/ledger"])
     ledger[100] ^= 1
     image["device1/ledger"] = bytes(ledger)
-    for nth in range(1, 1000):
+    for nth in range(1, 1000, stride):
         devices = write_image(root / "case", image)
         is_over = survives(nth, lambda own=devices: Run(own, resume=True).close())
         with Run(devices, resume=True) as run:
             assert run.known() == expected, nth
         if is_over:
             break
-    print(f"\na resume killed at {nth - 1} operations: all continued")
+    print(f"\na resume killed at {killed(nth, stride)}: all continued")
     assert 10 < nth < 999
 
 
-def test_discarding_a_state_is_killed_at_any_operation(root: Path) -> None:
+@each_stride
+def test_discarding_a_state_is_killed_at_any_operation(stride: int, root: Path) -> None:
     """Until all is discarded the old state is whole, or it is said that it is not."""
     with Run.new(root / "case", DEVICES) as run:
         run.train(range(3))
         expected = run.known()
     image = read_image(root / "case")
     outcomes: Counter[str] = Counter()
-    for nth in range(1, 1000):
+    for nth in range(1, 1000, stride):
         devices = write_image(root / "case", image)
         is_over = survives(nth, lambda own=devices: Run(own, resume=False).close())
         try:
@@ -138,12 +157,13 @@ def test_discarding_a_state_is_killed_at_any_operation(root: Path) -> None:
             assert run.optimizer.steps == 0, nth
         if is_over:
             break
-    print(f"\noffload(resume=False) killed at {nth - 1} operations: {dict(outcomes)}")
+    print(f"\noffload(resume=False) killed at {killed(nth, stride)}: {dict(outcomes)}")
     assert {"old", "fresh", "refused"} >= set(outcomes) >= {"old", "fresh"}
     assert nth < 999
 
 
-def test_a_restore_is_killed_at_any_operation(root: Path) -> None:
+@each_stride
+def test_a_restore_is_killed_at_any_operation(stride: int, root: Path) -> None:
     """Going back to a snapshot: done on all devices or on none."""
     with Run.new(root / "case", DEVICES) as run:
         run.train(range(2))
@@ -158,7 +178,7 @@ def test_a_restore_is_killed_at_any_operation(root: Path) -> None:
         with Run(devices, resume=True) as run:
             run.optimizer.restore("kept")
 
-    for nth in range(1, 1000):
+    for nth in range(1, 1000, stride):
         devices = write_image(root / "case", image)
         is_over = survives(nth, lambda own=devices: go_back(own))
         with Run(devices, resume=True) as run:
@@ -170,11 +190,12 @@ def test_a_restore_is_killed_at_any_operation(root: Path) -> None:
             assert run.known() == kept, nth
         if is_over:
             break
-    print(f"\na restore killed at {nth - 1} operations: {dict(outcomes)}")
+    print(f"\na restore killed at {killed(nth, stride)}: {dict(outcomes)}")
     assert {"back", "newest"} == set(outcomes)
 
 
-def test_a_snapshot_is_killed_at_any_operation(root: Path) -> None:
+@each_stride
+def test_a_snapshot_is_killed_at_any_operation(stride: int, root: Path) -> None:
     """Whole on all devices, or not there; its name can be used again."""
     with Run.new(root / "case", DEVICES) as run:
         run.train(range(2))
@@ -186,7 +207,7 @@ def test_a_snapshot_is_killed_at_any_operation(root: Path) -> None:
         with Run(devices, resume=True) as run:
             run.optimizer.snapshot("kept")
 
-    for nth in range(1, 1000):
+    for nth in range(1, 1000, stride):
         devices = write_image(root / "case", image)
         is_over = survives(nth, lambda own=devices: keep(own))
         with Run(devices, resume=True) as run:
@@ -200,5 +221,5 @@ def test_a_snapshot_is_killed_at_any_operation(root: Path) -> None:
             assert run.known() == known, nth
         if is_over:
             break
-    print(f"\na snapshot killed at {nth - 1} operations: {dict(outcomes)}")
+    print(f"\na snapshot killed at {killed(nth, stride)}: {dict(outcomes)}")
     assert {"there", "not there"} == set(outcomes)

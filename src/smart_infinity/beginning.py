@@ -99,14 +99,15 @@ def _begin_anew(engine: Engine, groups: Groups) -> None:
 
 
 def _continue_from(engine: Engine, found: Found, groups: Groups, dtype: torch.dtype | None) -> None:
-    """Go back to a committed step. All that can be refused is, before a weight moves."""
+    """Go back to a committed step. All that can be refused is, before anything is written."""
     blobs = engine.on_all_devices(
-        lambda device, index: device.settle(found.records[index], found.superblocks[index])
+        lambda device, index: device.open(found.records[index], found.superblocks[index])
     )
     # A crash may have left the host's part amended on some devices only: the last one counts.
     amendments = [record.amendment for record in found.records]
     blob = blobs[amendments.index(max(amendments))]
     engine.host_state.check(blob, engine.members(groups))
+    engine.on_all_devices(lambda device, index: device.settle(found.records[index]))
     engine.set_uuid = found.superblocks[0].set_uuid
     for device, amendment in zip(engine.devices, amendments, strict=True):
         if amendment < max(amendments):

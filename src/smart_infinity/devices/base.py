@@ -98,7 +98,7 @@ class Device(ABC):
     Attributes:
         path: the directory, as the user gave it.
         gradients: the landing zone; there after `attach`.
-        snapshots: copies of committed steps; there after `seal` or `settle`.
+        snapshots: copies of committed steps; there after `seal` or `open`.
     """
 
     path: str
@@ -144,8 +144,12 @@ class Device(ABC):
         """Remember to be that device of the set, now that every device holds its first state."""
 
     @abstractmethod
-    def settle(self, record: LedgerRecord, superblock: Superblock) -> bytes:
-        """Make ``record`` the only step; returns what the host committed with it."""
+    def open(self, record: LedgerRecord, superblock: Superblock) -> bytes:
+        """Open the state of a step and return what the host committed with it; change nothing."""
+
+    @abstractmethod
+    def settle(self, record: LedgerRecord) -> None:
+        """Make the step that was opened the only one, and be ready to go on from it."""
 
     @abstractmethod
     def restore(self, host: HostPort) -> bytes:

@@ -42,6 +42,7 @@ from smart_infinity.storage.store import Commit, Store
 from smart_infinity.storage.superblock import (
     Superblock,
     mend_documents,
+    read_layout,
     read_superblock,
     write_superblock,
 )
@@ -106,7 +107,10 @@ class LocalDevice(Device):
 
     def identify(self, notes: list[str] | None = None) -> Superblock | None:
         """See `Device.identify`."""
-        return read_superblock(self.path, notes)
+        superblock = read_superblock(self.path, notes)
+        if superblock is not None and notes is not None:
+            read_layout(self.path, notes)
+        return superblock
 
     def recorded_steps(self) -> LedgerContents:
         """See `Device.recorded_steps`."""
@@ -191,23 +195,26 @@ class LocalDevice(Device):
         write_superblock(self.path, superblock, self._layout.to_json())
         self.snapshots = Snapshots(self._store, superblock.set_uuid)
 
-    def settle(self, record: LedgerRecord, superblock: Superblock) -> bytes:
+    def open(self, record: LedgerRecord, superblock: Superblock) -> bytes:
+        """See `Device.open`."""
+        self._store.open(record, in_place=self._in_place)
+        self.snapshots = Snapshots(self._store, superblock.set_uuid)
+        return self._store.read_blob(record)
+
+    def settle(self, record: LedgerRecord) -> None:
         """See `Device.settle`."""
         try:
-            self._store.open(record, in_place=self._in_place)
+            self._store.reserve_second_place()
         except DeviceIOError as error:
             if error.operation != "reserve":
                 raise
             available = slots.free_nbytes(self.path)
             raise self._full(self._store.state_nbytes, available) from error
-        blob = self._store.read_blob(record)
         self._start_handler()
         self._store.settle(record)
         mend_documents(self.path)
-        self.snapshots = Snapshots(self._store, superblock.set_uuid)
         self.snapshots.remove_half_made()
         self._written = {}
-        return blob
 
     def restore(self, host: HostPort) -> bytes:
         """See `Device.restore`."""

@@ -191,12 +191,14 @@ class Ledger:
                 key = record.step_id, record.dirty
                 if key not in found or found[key].amendment < record.amendment:
                     found[key] = record
+        # Only before the first step is one of the pairs still unused.
+        all_used = any(own.step or own.branch or own.dirty for own in found.values())
         damage = []
         for place in range(4) if stride else ():
             offset = place * stride
             own = data[offset : offset + stride]
-            if offset not in whole and (len(own) < stride or any(own)):
-                seen = "cut off" if len(own) < stride else "damaged"
+            if offset not in whole and (len(own) < stride or any(own) or all_used):
+                seen = "cut off" if len(own) < stride else "damaged" if any(own) else "empty"
                 damage.append(f"copy {place // 2} of pair {place % 2} in the ledger is {seen}")
         records = sorted(found.values(), key=lambda record: record.age, reverse=True)
         return LedgerContents(records, damage)

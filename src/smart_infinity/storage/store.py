@@ -120,12 +120,10 @@ class Store:
 
         Args:
             record: the step that is wanted, which says what state files must be whole.
-            in_place: how steps will be made; None: as the files allow. A second place that was
-                never reserved is reserved where it will be needed.
+            in_place: how steps will be made; None: as the files allow.
 
         Raises:
             CorruptStateError: a state file is missing or cut off; what is there is open then.
-            DeviceIOError: among others, where there is no room for a second place.
         """
         self._ledger = Ledger(self._open(slots.LEDGER))
         self._blobs = [self._open(name) for name in slots.BLOB]
@@ -141,14 +139,16 @@ class Store:
                     f"device {self.directory}: {name} {seen}. Expected {self.state_nbytes} bytes; "
                     "restore the directory from a copy, or begin anew with resume=False"
                 )
-            elif in_place is False:
-                self._reserve_second_place(name)
         self.in_place = len(self.files) == 1 if in_place is None else in_place
 
-    def _reserve_second_place(self, name: str) -> None:
-        file = self._open(name, direct=self._direct, mode="x")
+    def reserve_second_place(self) -> None:
+        """Make the second state file where steps will need it and it was never reserved."""
+        if self.in_place or len(self.files) > 1:
+            return
+        file = self._open(slots.STATE[1], direct=self._direct, mode="x")
         try:
             file.reserve(self.state_nbytes)
+            slots.sync_directory(self.directory)
         except DeviceIOError:
             file.close()
             os.unlink(file.path)

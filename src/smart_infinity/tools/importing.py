@@ -180,6 +180,7 @@ def import_set(
                 store.reserve_blob(len(export.committed))
                 written = _write_state(store, export)
                 store.commit(Commit((0, step, attempt), counts, export.committed), written)
+                store.settle(store.record)
             for index, path in enumerate(paths):
                 superblock = Superblock(
                     FORMAT_VERSION,

@@ -62,12 +62,13 @@ def _device(found: StoredSet, index: int) -> dict[str, Any]:
     ledger = os.path.join(path, slots.LEDGER)
     written = os.stat(ledger).st_mtime if os.path.exists(ledger) else None
     troubles = list(found.damage[path])
-    for name in slots.STATE:
-        state = os.path.join(path, name)
-        if os.path.exists(state) and os.path.getsize(state) < store.state_nbytes:
-            troubles.append(f"{name} is cut off")
-    if not os.path.exists(os.path.join(path, slots.STATE[0])):
-        troubles.append(f"{slots.STATE[0]} is missing")
+    used = {0} if found.records is None else {0, *found.records[index].places.tolist()}
+    for place in sorted(used):
+        state = os.path.join(path, slots.STATE[place])
+        if not os.path.exists(state):
+            troubles.append(f"{slots.STATE[place]} is missing")
+        elif os.path.getsize(state) < store.state_nbytes:
+            troubles.append(f"{slots.STATE[place]} is cut off")
     return {
         "path": path,
         "index": index,
