@@ -9,7 +9,8 @@ import numpy as np
 
 from smart_infinity.layout import Layout, ParameterSpec, plan_layout
 from smart_infinity.storage.blockfile import direct_io_refusal
-from smart_infinity.storage.buffers import checksum, reserve
+from smart_infinity.storage.buffers import reserve
+from smart_infinity.storage.checksums import state_checksum
 from smart_infinity.storage.ledger import LedgerRecord
 from smart_infinity.storage.snapshots import Snapshots
 from smart_infinity.storage.store import Commit, Store
@@ -79,7 +80,7 @@ class Kept:
                 place = 1 - place
             data = self.payload(own.index, step)
             self.store.files[place].write_from(data, own.index * self.layout.record_stride)
-            written[own.index] = place, checksum(data)
+            written[own.index] = place, state_checksum(data, own.length, 3)
         if commit:
             self.store.commit(Commit(step_id, self.counts(step), self.blob(step)), written)
             self.expected.update(dict.fromkeys(written, step))

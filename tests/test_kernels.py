@@ -95,6 +95,9 @@ class Case:
     table: np.ndarray
     words32: np.ndarray
 
+    def __post_init__(self) -> None:
+        self.words16 = np.zeros(self.words32.size, np.uint16)
+
     def args(self) -> tuple[Any, ...]:
         return (
             self.state,
@@ -104,12 +107,14 @@ class Case:
             self.run_formats,
             self.pieces,
             self.table,
-            self.words32.view(np.uint16),
+            self.words16,
             self.words32,
         )
 
     def copy(self) -> Case:
-        return replace(self, state=self.state.copy(), words32=self.words32.copy())
+        twin = replace(self, state=self.state.copy(), words32=self.words32.copy())
+        twin.words16 = self.words16.copy()
+        return twin
 
     def run(self) -> Case:
         self.kernel.update(*self.args())
@@ -129,7 +134,7 @@ class Case:
         offset, n = row[P_OFFSET], row[P_LENGTH]
         if row[P_FORMAT] == F32:
             return self.words32[offset : offset + n]
-        return self.words32.view(np.uint16)[2 * offset : 2 * offset + n]
+        return self.words16[offset : offset + n]
 
 
 def table_row(variant: str, pending: tuple[float, float, float] = PENDING["none"]) -> np.ndarray:

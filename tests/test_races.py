@@ -59,6 +59,7 @@ def poison_released_buffers(patch: pytest.MonkeyPatch) -> None:
         tasklet(self, record, buffer, *args)
         buffer.bytes.view(np.float32)[:] = np.nan
         buffer.words32[:] = np.nan
+        buffer.words16[:] = 0x7FC0
 
     patch.setattr(handler.TransferHandler, "_tasklet", poisoned)
 

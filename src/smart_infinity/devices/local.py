@@ -15,7 +15,7 @@ from smart_infinity.devices.base import (
     Words,
 )
 from smart_infinity.devices.memory import LandingZone, landing_zone_nbytes, word_sources
-from smart_infinity.devices.tables import piece_tables, records_of_runs
+from smart_infinity.devices.tables import block_tables, piece_tables, records_of_runs
 from smart_infinity.errors import (
     DeviceFullError,
     DeviceIOError,
@@ -25,9 +25,10 @@ from smart_infinity.errors import (
 from smart_infinity.kernels import OPTIMIZERS, encode_record, load_masters, merge_edits
 from smart_infinity.kernels.formats import FORMAT_OF_DTYPE
 from smart_infinity.kernels.frame import T_ACTIVE
-from smart_infinity.layout import Layout, Record
+from smart_infinity.layout import Layout, Piece, Record
 from smart_infinity.storage import slots
 from smart_infinity.storage.blockfile import direct_io_refusal
+from smart_infinity.storage.checksums import StateChecksum, state_checksum
 from smart_infinity.storage.handler import (
     Buffer,
     Compute,
@@ -48,6 +49,8 @@ from smart_infinity.storage.superblock import (
 )
 
 logger = logging.getLogger("smart_infinity")
+
+Floats = npt.NDArray[np.float32]
 
 
 class LocalDevice(Device):
@@ -79,6 +82,7 @@ class LocalDevice(Device):
         self._num_workers = num_workers
         self._kernel = OPTIMIZERS[layout.optimizer].update
         self._pieces = piece_tables(layout, self._plan)
+        self._blocks = block_tables(self._pieces, self._plan)
         self._record_of_run = records_of_runs(self._plan)
         self._timings = Timings()
         self._written: dict[int, tuple[int, int]] = {}
@@ -175,7 +179,7 @@ class LocalDevice(Device):
     ) -> None:
         """See `Device.initialize`."""
 
-        def compute(record: Record, state: npt.NDArray[np.float32], buffer: Buffer) -> bool:
+        def compute(record: Record, state: Floats, buffer: Buffer) -> int | None:
             tensors = state.reshape(self._layout.num_state_tensors, record.length)
             for index, piece in enumerate(record.pieces):
                 words = host.fetch_weights(record, index, piece)
@@ -183,7 +187,7 @@ class LocalDevice(Device):
                 form = formats[piece.parameter]
                 load_masters(form, tensors[0, place], *word_sources(form, words))
                 tensors[1:, place] = np.array(moments[piece.parameter], np.float32)[:, None]
-            return True
+            return self._checksum(record, buffer)
 
         self._store.reserve_blob(len(commit.blob))
         self._written = {}
@@ -219,12 +223,13 @@ class LocalDevice(Device):
     def restore(self, host: HostPort) -> bytes:
         """See `Device.restore`."""
 
-        def compute(record: Record, state: npt.NDArray[np.float32], buffer: Buffer) -> bool:
+        def compute(record: Record, state: Floats, buffer: Buffer) -> int | None:
+            self._require(record, self._checksum(record, buffer))
             encode_record(state, self._pieces[record.index], buffer.words16, buffer.words32)
             self._deliver(record, buffer, host, None)
-            return False
+            return None
 
-        self._run(self._plan.records, compute, self.committed.places, check=True)
+        self._run(self._plan.records, compute, self.committed.places)
         return self._store.read_blob(self.committed)
 
     # --- the step ----------------------------------------------------------------------------
@@ -238,26 +243,39 @@ class LocalDevice(Device):
             if record.index in plan.edited or any(active[p.parameter] for p in record.pieces)
         ]
 
-        def compute(record: Record, state: npt.NDArray[np.float32], buffer: Buffer) -> bool:
-            self._merge_edits(record, state, host)
-            self._kernel(
-                state,
-                record.length,
-                self.gradients.grads16,
-                self.gradients.grads32,
-                self.gradients.formats,
-                self._pieces[record.index],
-                plan.table,
-                buffer.words16,
-                buffer.words32,
-            )
+        def compute(record: Record, state: Floats, buffer: Buffer) -> int | None:
+            num_tensors = self._layout.num_state_tensors
+            tensors = state.reshape(num_tensors, record.length)
+            before, after = StateChecksum(num_tensors), StateChecksum(num_tensors)
+            edits = self._edits(record, host)
+            if edits and self._check_reads:
+                self._require(record, self._checksum(record, buffer))
+            self._merge(edits, state)
+            for begin, end, pieces in self._blocks[record.index]:
+                if self._check_reads and not edits:
+                    before.update(tensors[:, begin:end])
+                self._kernel(
+                    state,
+                    record.length,
+                    self.gradients.grads16,
+                    self.gradients.grads32,
+                    self.gradients.formats,
+                    pieces,
+                    plan.table,
+                    buffer.words16,
+                    buffer.words32,
+                )
+                after.update(tensors[:, begin:end])
+            padding = buffer.bytes[state.nbytes : self._layout.record_nbytes(record.length)]
+            if self._check_reads and not edits:
+                self._require(record, before.digest(padding))
             self._deliver(record, buffer, host, active)
-            return True
+            return after.digest(padding)
 
         self._written = {}
         if self._in_place:
             self._store.mark_dirty(plan.step_id)
-        self._timings = self._run(records, compute, self.committed.places, check=self._check_reads)
+        self._timings = self._run(records, compute, self.committed.places)
 
     def commit(self, commit: Commit) -> None:
         """See `Device.commit`."""
@@ -282,17 +300,19 @@ class LocalDevice(Device):
         own = self._plan.runs[run]
         out = np.empty((self._layout.num_state_tensors, own.length), np.float32)
 
-        def compute(record: Record, state: npt.NDArray[np.float32], buffer: Buffer) -> bool:
+        def compute(record: Record, state: Floats, buffer: Buffer) -> int | None:
+            if self._check_reads:
+                self._require(record, self._checksum(record, buffer))
             tensors = state.reshape(self._layout.num_state_tensors, record.length)
             for piece in record.pieces:
                 if piece.run == run:
                     begin = piece.start - own.start
                     place = slice(piece.record_offset, piece.record_offset + piece.length)
                     out[:, begin : begin + piece.length] = tensors[:, place]
-            return False
+            return None
 
         records = [self._plan.records[index] for index in self._record_of_run[run]]
-        self._run(records, compute, self.committed.places, check=self._check_reads)
+        self._run(records, compute, self.committed.places)
         return list(out)
 
     @property
@@ -312,29 +332,35 @@ class LocalDevice(Device):
         records: Sequence[Record],
         compute: Compute,
         places: npt.NDArray[np.uint8] | None,
-        *,
-        check: bool = False,
     ) -> Timings:
         assert self._handler is not None, "create() or settle() comes first"
-        return self._handler.run(
-            records, compute, places, self._written, self._check if check else None
-        )
+        return self._handler.run(records, compute, places, self._written)
 
-    def _check(self, record: Record, checksum: int) -> None:
+    def _checksum(self, record: Record, buffer: Buffer) -> int:
+        data = buffer.bytes[: self._layout.record_nbytes(record.length)]
+        return state_checksum(data, record.length, self._layout.num_state_tensors)
+
+    def _require(self, record: Record, checksum: int) -> None:
+        """Refuse a record that differs from what was committed."""
         committed = self.committed
         if checksum != int(committed.checksums[record.index]):
             place = slots.STATE[int(committed.places[record.index])]
             what = f"state record {record.index} in {place}"
             raise self._store.corrupt(what, committed.step)
 
-    def _merge_edits(self, record: Record, state: npt.NDArray[np.float32], host: HostPort) -> None:
-        """Take over the words that the user has changed since they were delivered."""
-        for index, piece in enumerate(record.pieces):
-            words = host.edited_weights(record, index, piece)
-            if words is not None:
-                form = FORMAT_OF_DTYPE[self._layout.parameters[piece.parameter].dtype]
-                masters = state[piece.record_offset : piece.record_offset + piece.length]
-                merge_edits(form, masters, *word_sources(form, words))
+    def _edits(self, record: Record, host: HostPort) -> list[tuple[Piece, Words]]:
+        """The pieces whose words the user has changed since they were delivered."""
+        fetched = [
+            (piece, host.edited_weights(record, index, piece))
+            for index, piece in enumerate(record.pieces)
+        ]
+        return [(piece, words) for piece, words in fetched if words is not None]
+
+    def _merge(self, edits: Sequence[tuple[Piece, Words]], state: Floats) -> None:
+        for piece, words in edits:
+            form = FORMAT_OF_DTYPE[self._layout.parameters[piece.parameter].dtype]
+            masters = state[piece.record_offset : piece.record_offset + piece.length]
+            merge_edits(form, masters, *word_sources(form, words))
 
     def _deliver(
         self,
@@ -346,12 +372,9 @@ class LocalDevice(Device):
         for index, piece in enumerate(record.pieces):
             if active is not None and not active[piece.parameter]:
                 continue
-            if self._layout.parameters[piece.parameter].dtype == "float32":
-                begin = piece.record_offset
-                words: Words = buffer.words32[begin : begin + piece.length]
-            else:
-                begin = 2 * piece.record_offset
-                words = buffer.words16[begin : begin + piece.length]
+            place = slice(piece.record_offset, piece.record_offset + piece.length)
+            is_float32 = self._layout.parameters[piece.parameter].dtype == "float32"
+            words: Words = buffer.words32[place] if is_float32 else buffer.words16[place]
             host.deliver_weights(record, index, piece, words)
 
     def _start_handler(self) -> None:

@@ -31,6 +31,33 @@ def piece_tables(layout: Layout, plan: DevicePlan) -> list[npt.NDArray[np.int64]
     return tables
 
 
+# Elements that an update visits at once: with both moments they stay in the last cache between
+# hashing what was read, computing, and hashing what is written.
+HASHED_ELEMENTS = 1 << 16
+
+Blocks = list[tuple[int, int, npt.NDArray[np.int64]]]
+
+
+def block_tables(tables: list[npt.NDArray[np.int64]], plan: DevicePlan) -> list[Blocks]:
+    """By record, its blocks: where each begins and ends, and the rows for what lies in it."""
+    found = []
+    for record, rows in zip(plan.records, tables, strict=True):
+        blocks: Blocks = []
+        for begin in range(0, record.length, HASHED_ELEMENTS):
+            end = min(begin + HASHED_ELEMENTS, record.length)
+            inside = (rows[:, 3] < end) & (rows[:, 3] + rows[:, 2] > begin)
+            own = rows[inside].copy()
+            starts = np.maximum(own[:, 3], begin)
+            skipped = starts - own[:, 3]
+            own[:, 2] = np.minimum(own[:, 3] + own[:, 2], end) - starts
+            own[:, 3] = starts
+            own[:, 4] += skipped
+            own[:, 5] += skipped
+            blocks.append((begin, end, own))
+        found.append(blocks)
+    return found
+
+
 def records_of_runs(plan: DevicePlan) -> list[list[int]]:
     """By run, the indices of the records that hold it."""
     found: list[list[int]] = [[] for _ in plan.runs]

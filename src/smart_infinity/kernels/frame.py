@@ -101,11 +101,10 @@ def store_weights(
 ) -> None:
     """Encode masters that begin ``begin`` elements into the piece at ``offset`` of its record.
 
-    A piece's place in the word buffer has 4 bytes per element; 16-bit words fill its first half.
+    Words lie where their element is in the record, in the buffer of their size.
     """
-    n = masters.size
-    at16, at32 = 2 * offset + begin, offset + begin
-    encode(form, masters, words16[at16 : at16 + n], words32[at32 : at32 + n])
+    at, n = offset + begin, masters.size
+    encode(form, masters, words16[at : at + n], words32[at : at + n])
 
 
 @njit(**JIT)
@@ -188,4 +187,4 @@ def update_reference(
         if form == F32:
             words32[offset : offset + n] = words
         else:
-            words16[2 * offset : 2 * offset + n] = words
+            words16[offset : offset + n] = words

@@ -21,7 +21,6 @@ import numpy.typing as npt
 from smart_infinity.layout import Layout, Record
 from smart_infinity.storage.blockfile import BlockFile
 from smart_infinity.storage.buffers import ByteArray, reserve
-from smart_infinity.storage.buffers import checksum as checksum_of
 
 
 @dataclass(slots=True)
@@ -50,19 +49,18 @@ class Buffer:
 
     def __init__(self, layout: Layout, longest: int) -> None:
         self.bytes: ByteArray = reserve(layout.record_nbytes(longest))
-        words = reserve(4 * longest)
-        self.words16: npt.NDArray[np.uint16] = words.view(np.uint16)
-        self.words32: npt.NDArray[np.float32] = words.view(np.float32)
+        self.words16: npt.NDArray[np.uint16] = reserve(2 * longest).view(np.uint16)
+        self.words32: npt.NDArray[np.float32] = reserve(4 * longest).view(np.float32)
 
 
 def buffer_nbytes(layout: Layout, longest: int) -> int:
     """Bytes of one buffer for records of up to ``longest`` elements."""
-    return layout.record_nbytes(longest) + 4 * longest
+    return layout.record_nbytes(longest) + 6 * longest
 
 
-# (record, its [master | moments...] as fp32, the buffer's words) -> whether the state changed
-Compute = Callable[[Record, npt.NDArray[np.float32], Buffer], bool]
-Check = Callable[[Record, int], None]
+# (record, its [master | moments...] as fp32, its buffer) -> the new state's checksum, or None where
+# it stays as it was
+Compute = Callable[[Record, npt.NDArray[np.float32], Buffer], int | None]
 
 
 class TransferHandler:
@@ -97,7 +95,6 @@ class TransferHandler:
         compute: Compute,
         places: npt.NDArray[np.uint8] | None,
         written: dict[int, tuple[int, int]],
-        check: Check | None = None,
     ) -> Timings:
         """Run ``compute`` over ``records`` and return the time it took, by stage.
 
@@ -106,7 +103,6 @@ class TransferHandler:
             places: the current place of every record of the device, or None where there is no
                 current state yet and nothing is to be read (records then go to place 0).
             written: receives record index -> (new place, checksum) of each record written.
-            check: called with each record read and the checksum of its bytes.
         """
         queue = iter(records)
         lock = threading.Lock()
@@ -124,7 +120,7 @@ class TransferHandler:
             spent = Timings()
             try:
                 for record in take():
-                    self._tasklet(record, buffer, compute, places, written, check, spent)
+                    self._tasklet(record, buffer, compute, places, written, spent)
             except BaseException:
                 stop.set()
                 raise
@@ -150,7 +146,6 @@ class TransferHandler:
         compute: Compute,
         places: npt.NDArray[np.uint8] | None,
         written: dict[int, tuple[int, int]],
-        check: Check | None,
         spent: Timings,
     ) -> None:
         nbytes = self._layout.record_nbytes(record.length)
@@ -167,12 +162,9 @@ class TransferHandler:
             self._files[place].read_into(data, offset)
             spent.bytes_read += nbytes
         t1 = time.perf_counter()
-        if check is not None:
-            check(record, checksum_of(data))
-        changed = compute(record, floats[:used], buffer)
-        checksum = checksum_of(data) if changed else 0
+        checksum = compute(record, floats[:used], buffer)
         t2 = time.perf_counter()
-        if changed:
+        if checksum is not None:
             other = 0 if places is None else place if self._in_place else 1 - place
             self._files[other].write_from(data, offset)
             written[record.index] = (other, checksum)

@@ -16,6 +16,7 @@ from smart_infinity.storage import slots
 from smart_infinity.storage.blockfile import BlockFile
 from smart_infinity.storage.buffers import ByteArray, reserve
 from smart_infinity.storage.buffers import checksum as checksum_of
+from smart_infinity.storage.checksums import state_checksum
 from smart_infinity.storage.ledger import Ledger, LedgerContents, LedgerRecord, StepId
 
 
@@ -57,10 +58,13 @@ class RecordReader:
         if file.nbytes() < offset + data.size:
             return None
         file.read_into(data, offset)
-        if checksum_of(data) != int(self.record.checksums[record.index]):
+        num_tensors = self.layout.num_state_tensors
+        if state_checksum(data, record.length, num_tensors) != int(
+            self.record.checksums[record.index]
+        ):
             return None
-        floats = data.view(np.float32)[: record.length * self.layout.num_state_tensors]
-        return floats.reshape(self.layout.num_state_tensors, record.length)
+        floats = data.view(np.float32)[: record.length * num_tensors]
+        return floats.reshape(num_tensors, record.length)
 
 
 class Store:

@@ -22,7 +22,8 @@ from smart_infinity.kernels import OPTIMIZERS
 from smart_infinity.kernels.formats import FORMAT_OF_DTYPE
 from smart_infinity.layout import FORMAT_VERSION, Layout, ParameterSpec, plan_layout
 from smart_infinity.storage import slots
-from smart_infinity.storage.buffers import checksum, reserve
+from smart_infinity.storage.buffers import reserve
+from smart_infinity.storage.checksums import state_checksum
 from smart_infinity.storage.lock import DeviceLock
 from smart_infinity.storage.store import Commit, Store
 from smart_infinity.storage.superblock import Superblock, read_superblock, write_superblock
@@ -217,7 +218,10 @@ def _write_state(store: Store, export: Export) -> Mapping[int, tuple[int, int]]:
                 name = name_of[piece.parameter, number]
                 export.read(name, piece.start, floats[begin : begin + piece.length])
         store.files[0].write_from(data, record.index * layout.record_stride)
-        written[record.index] = 0, checksum(data)
+        written[record.index] = (
+            0,
+            state_checksum(data, record.length, layout.num_state_tensors),
+        )
     return written
 
 
