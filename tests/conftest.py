@@ -1,8 +1,10 @@
 """What all tests share."""
 
 import hashlib
+import logging
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 # Numba's disk cache looks at a function's own file only: after a change in a file that a kernel
@@ -13,7 +15,18 @@ os.environ.setdefault(
     "NUMBA_CACHE_DIR", str(Path(tempfile.gettempdir()) / f"smart-infinity-kernels-{_version}")
 )
 
+import pytest  # noqa: E402
 import torch  # noqa: E402 (the cache's place must be known before anything imports Numba)
 
 # One thread: results repeat exactly, and a shared machine does not make OpenMP's threads spin.
 torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def log_as_it_was() -> Iterator[None]:
+    """The command line sets the library's log going, which the next test must not see."""
+    logger = logging.getLogger("smart_infinity")
+    level, handlers = logger.level, list(logger.handlers)
+    yield
+    logger.setLevel(level)
+    logger.handlers[:] = handlers
