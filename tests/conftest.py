@@ -4,7 +4,6 @@ import hashlib
 import logging
 import os
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 # Numba's disk cache looks at a function's own file only: after a change in a file that a kernel
@@ -23,10 +22,8 @@ torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
-def log_as_it_was() -> Iterator[None]:
+def quiet_log() -> None:
     """The command line sets the library's log going, which the next test must not see."""
     logger = logging.getLogger("smart_infinity")
-    level, handlers = logger.level, list(logger.handlers)
-    yield
-    logger.setLevel(level)
-    logger.handlers[:] = handlers
+    logger.setLevel(logging.NOTSET)
+    logger.handlers.clear()
