@@ -9,8 +9,19 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from helpers import same_bits, weights_of
+from helpers import OPTIMIZERS, offload, same_bits, small_net, two_groups, weights_of
 from smart_infinity import OffloadedOptimizer
+
+Run = tuple[nn.Module, OffloadedOptimizer]
+
+
+def begin(
+    devices: list[Path], resume: bool | None = None, model: nn.Module | None = None, **options: Any
+) -> Run:
+    """Offload a small net; a run that resumes is given other weights at first."""
+    model = small_net(seed=77 if resume else 0) if model is None else model
+    source = OPTIMIZERS["adamw"](two_groups(model))
+    return model, offload(model, source, devices, resume=resume, **options)
 
 
 def copies(devices: Sequence[Path], base: Path) -> list[Path]:

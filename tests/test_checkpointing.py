@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.optim import lr_scheduler
 
-from crashes import Counter, Everything, contents, copies, hyper_parameters
+from crashes import Counter, Everything, Run, begin, contents, copies, hyper_parameters
 from helpers import (
     OPTIMIZERS,
     directories,
@@ -24,25 +22,11 @@ from helpers import (
     train,
     two_groups,
 )
-from smart_infinity import OffloadedOptimizer
 
 Optimizer = torch.optim.Optimizer
-Run = tuple[nn.Module, OffloadedOptimizer]
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without syncs: here only processes die."""
-    monkeypatch.setattr(os, "fdatasync", lambda fd: None)
-    monkeypatch.setattr(os, "fsync", lambda fd: None)
-
-
-def begin(
-    devices: list[Path], resume: bool | None = None, model: nn.Module | None = None, **options: Any
-) -> Run:
-    model = small_net(seed=77 if resume else 0) if model is None else model
-    source = OPTIMIZERS["adamw"](two_groups(model))
-    return model, offload(model, source, devices, resume=resume, **options)
+pytestmark = pytest.mark.usefixtures("without_syncs")
 
 
 # --- LR schedulers ---------------------------------------------------------------------------

@@ -34,15 +34,7 @@ from smart_infinity.tools.verify import verify
 DEVICES, STEPS = 2, 3
 
 
-@pytest.fixture(autouse=True)
-def small_records(monkeypatch: pytest.MonkeyPatch) -> None:
-    use_small_records(monkeypatch)
-
-
-@pytest.fixture
-def root() -> Iterator[Path]:
-    with in_memory() as path:
-        yield path
+pytestmark = pytest.mark.usefixtures("small_records")
 
 
 class Undisturbed:

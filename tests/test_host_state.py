@@ -17,42 +17,25 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 from torch.utils.data import RandomSampler
 
-from crashes import Counter, Everything, Other, contents, copies
+from crashes import Counter, Everything, Other, Run, begin, contents, copies
 from helpers import (
-    OPTIMIZERS,
     directories,
     net_loss,
-    offload,
     same_bits,
     small_net,
     train,
-    two_groups,
     weights_of,
 )
-from smart_infinity import OffloadedOptimizer, checkpointing
+from smart_infinity import checkpointing
 from smart_infinity.errors import CorruptStateError, StateMismatchError, UnsupportedError
 from smart_infinity.tools.sets import open_set
-
-Run = tuple[nn.Module, OffloadedOptimizer]
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
     return [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without syncs: here only processes die."""
-    monkeypatch.setattr(os, "fdatasync", lambda fd: None)
-    monkeypatch.setattr(os, "fsync", lambda fd: None)
-
-
-def begin(
-    devices: list[Path], resume: bool | None = None, model: nn.Module | None = None, **options: Any
-) -> Run:
-    model = small_net(seed=77 if resume else 0) if model is None else model
-    source = OPTIMIZERS["adamw"](two_groups(model))
-    return model, offload(model, source, devices, resume=resume, **options)
+pytestmark = pytest.mark.usefixtures("without_syncs")
 
 
 # --- other objects ---------------------------------------------------------------------------

@@ -10,13 +10,13 @@ import signal
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from images import Image, Run, in_memory, read_image, use_small_records, write_image
+from images import Image, Run, read_image, write_image
 from smart_infinity.errors import CorruptStateError, StateMismatchError
 
 CALLS = (
@@ -36,15 +36,7 @@ EMPTY: Image = {f"device{index}/mine": b"" for index in range(DEVICES)}
 each_stride = pytest.mark.parametrize("stride", [5, pytest.param(1, marks=pytest.mark.long)])
 
 
-@pytest.fixture(autouse=True)
-def small_records(monkeypatch: pytest.MonkeyPatch) -> None:
-    use_small_records(monkeypatch)
-
-
-@pytest.fixture
-def root() -> Iterator[Path]:
-    with in_memory() as path:
-        yield path
+pytestmark = pytest.mark.usefixtures("small_records")
 
 
 def kill_at(nth: int) -> None:

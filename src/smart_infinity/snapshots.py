@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +9,7 @@ from datetime import UTC, datetime
 from typing import TypeVar
 
 from smart_infinity.errors import StateMismatchError
+from smart_infinity.storage.slots import totals_by_file_system
 from smart_infinity.storage.snapshots import Snapshot, Snapshots, check_name
 
 ResultT = TypeVar("ResultT")
@@ -94,8 +94,6 @@ def on_all(devices: Sequence[Snapshots], call: Callable[[Snapshots], ResultT]) -
 
 def _require_room(devices: Sequence[Snapshots], name: str) -> None:
     """Several directories may share a file system, which must then hold them all."""
-    needed: dict[int, int] = {}
-    for device in devices:
-        file_system = os.stat(device.directory).st_dev
-        needed[file_system] = needed.get(file_system, 0) + device.needed_nbytes()
-        device.require_room(name, needed[file_system])
+    needs = totals_by_file_system((device.directory, device.needed_nbytes()) for device in devices)
+    for device, (_, needed) in zip(devices, needs, strict=True):
+        device.require_room(name, needed)

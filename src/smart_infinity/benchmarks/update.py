@@ -27,7 +27,7 @@ from smart_infinity.errors import DeviceFullError, DeviceMemoryError, DeviceSpec
 from smart_infinity.layout import Layout
 from smart_infinity.planning import plan
 from smart_infinity.storage.blockfile import direct_io_refusal
-from smart_infinity.storage.slots import free_nbytes
+from smart_infinity.storage.slots import free_nbytes, totals_by_file_system
 
 LAYER_ELEMENTS = 1 << 24
 DISCARDED_ROUNDS = 2  # both places of every record are written once before anything counts
@@ -175,14 +175,12 @@ def _sums(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 def _require_space(layout: Layout, paths: Sequence[str]) -> None:
     """State and raw files take four places per device; say so before anything is written."""
-    needed: dict[int, int] = {}
-    for index, path in enumerate(paths):
-        file_system = os.stat(path).st_dev
-        needed[file_system] = needed.get(file_system, 0) + 4 * layout.state_nbytes(index)
+    needs = ((path, 4 * layout.state_nbytes(index)) for index, path in enumerate(paths))
+    for path, needed in totals_by_file_system(needs):
         available = free_nbytes(path)
-        if available < needed[file_system]:
+        if available < needed:
             raise DeviceFullError(
-                f"device {path}: the benchmark needs {needed[file_system]} bytes on this file "
+                f"device {path}: the benchmark needs {needed} bytes on this file "
                 f"system (the state and two raw files) and {available} are free. Free some space, "
                 "or measure fewer parameters"
             )

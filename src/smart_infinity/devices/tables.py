@@ -6,7 +6,13 @@ import numpy as np
 import numpy.typing as npt
 
 from smart_infinity.kernels.formats import FORMAT_OF_DTYPE
-from smart_infinity.kernels.frame import PIECE_COLUMNS
+from smart_infinity.kernels.frame import (
+    P_GRAD16,
+    P_GRAD32,
+    P_LENGTH,
+    P_OFFSET,
+    PIECE_COLUMNS,
+)
 from smart_infinity.layout import DevicePlan, Layout
 
 
@@ -45,14 +51,15 @@ def block_tables(tables: list[npt.NDArray[np.int64]], plan: DevicePlan) -> list[
         blocks: Blocks = []
         for begin in range(0, record.length, HASHED_ELEMENTS):
             end = min(begin + HASHED_ELEMENTS, record.length)
-            inside = (rows[:, 3] < end) & (rows[:, 3] + rows[:, 2] > begin)
+            ends = rows[:, P_OFFSET] + rows[:, P_LENGTH]
+            inside = (rows[:, P_OFFSET] < end) & (ends > begin)
             own = rows[inside].copy()
-            starts = np.maximum(own[:, 3], begin)
-            skipped = starts - own[:, 3]
-            own[:, 2] = np.minimum(own[:, 3] + own[:, 2], end) - starts
-            own[:, 3] = starts
-            own[:, 4] += skipped
-            own[:, 5] += skipped
+            starts = np.maximum(own[:, P_OFFSET], begin)
+            skipped = starts - own[:, P_OFFSET]
+            own[:, P_LENGTH] = np.minimum(ends[inside], end) - starts
+            own[:, P_OFFSET] = starts
+            own[:, P_GRAD16] += skipped
+            own[:, P_GRAD32] += skipped
             blocks.append((begin, end, own))
         found.append(blocks)
     return found

@@ -90,6 +90,14 @@ class LedgerRecord:
         return body + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(body))
 
 
+def blank_record(num_records: int, num_parameters: int, *, dirty: bool) -> LedgerRecord:
+    """The record of a device on which nothing is committed."""
+    places = np.zeros(num_records, np.uint8)
+    checksums = np.zeros(num_records, np.uint64)
+    counts = np.zeros(num_parameters, np.int64)
+    return LedgerRecord(0, 0, bytes(16), 0, dirty, places, checksums, counts, 1, 0, 0)
+
+
 @dataclass(frozen=True, slots=True)
 class LedgerContents:
     """What a ledger holds: distinct whole records, newest first, and what is wrong with it."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+from collections.abc import Iterable, Iterator
 
 from smart_infinity.errors import DeviceIOError, DeviceSpecError
 
@@ -61,6 +62,15 @@ def disk_nbytes(directory: str) -> int:
     for root, _, names_below in os.walk(os.path.join(directory, SNAPSHOTS)):
         files += [os.path.join(root, name) for name in names_below]
     return sum(512 * os.stat(file).st_blocks for file in files if os.path.exists(file))
+
+
+def totals_by_file_system(amounts: Iterable[tuple[str, int]]) -> Iterator[tuple[str, int]]:
+    """For each (directory, bytes): the sum of its bytes and all before it on its file system."""
+    totals: dict[int, int] = {}
+    for directory, nbytes in amounts:
+        file_system = os.stat(directory).st_dev
+        totals[file_system] = totals.get(file_system, 0) + nbytes
+        yield directory, totals[file_system]
 
 
 def sync_directory(directory: str) -> None:

@@ -216,9 +216,7 @@ class Snapshots:
                 "since a snapshot can be restored into its own set only"
             )
         try:
-            if checksum_of(np.frombuffer(self._read(name, _BLOB), np.uint8)) != (
-                self._record(name).blob_checksum
-            ):
+            if not self._is_whole(self._read(name, _BLOB), self._record(name)):
                 yield "its blob is damaged"
             with self.reader(name) as reader:
                 for own in reader.plan.records:
@@ -230,7 +228,7 @@ class Snapshots:
     def read_blob(self, name: str) -> bytes:
         """What the host committed with a snapshot's step. Raises `CorruptStateError`."""
         blob = self._read(name, _BLOB)
-        if checksum_of(np.frombuffer(blob, np.uint8)) != self._record(name).blob_checksum:
+        if not self._is_whole(blob, self._record(name)):
             raise CorruptStateError(f"device {self.directory}: snapshot {name!r}: damaged blob")
         return blob
 
@@ -277,6 +275,10 @@ class Snapshots:
         return places if self.store.in_place else (1 - places).astype(np.uint8)
 
     # --- helpers -----------------------------------------------------------------------------
+
+    @staticmethod
+    def _is_whole(blob: bytes, record: LedgerRecord) -> bool:
+        return checksum_of(np.frombuffer(blob, np.uint8)) == record.blob_checksum
 
     def _names(self) -> list[str]:
         if not os.path.isdir(self._root):

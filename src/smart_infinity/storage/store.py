@@ -17,7 +17,13 @@ from smart_infinity.storage.blockfile import BlockFile
 from smart_infinity.storage.buffers import ByteArray, reserve
 from smart_infinity.storage.buffers import checksum as checksum_of
 from smart_infinity.storage.checksums import state_checksum
-from smart_infinity.storage.ledger import Ledger, LedgerContents, LedgerRecord, StepId
+from smart_infinity.storage.ledger import (
+    Ledger,
+    LedgerContents,
+    LedgerRecord,
+    StepId,
+    blank_record,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,13 +117,10 @@ class Store:
             self.files[-1].reserve(self.state_nbytes)
         self._ledger = Ledger(self._open(slots.LEDGER, mode="x"))
         num_records = len(self.layout.devices[self.device].records)
-        self._ledger.reserve(num_records, len(self.layout.parameters))
+        num_parameters = len(self.layout.parameters)
+        self._ledger.reserve(num_records, num_parameters)
         self._blobs = [self._open(name, mode="x") for name in slots.BLOB]
-        zeros = np.zeros(num_records, np.uint8)
-        counts = np.zeros(len(self.layout.parameters), np.int64)
-        self.record = LedgerRecord(
-            0, 0, bytes(16), 0, False, zeros, zeros.astype(np.uint64), counts, 1, 0, 0
-        )
+        self.record = blank_record(num_records, num_parameters, dirty=False)
 
     def open(self, record: LedgerRecord | None = None, *, in_place: bool | None = None) -> None:
         """Open the files that are there.

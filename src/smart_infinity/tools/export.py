@@ -66,8 +66,7 @@ def export_set(
         StateExistsError: ``out`` holds something.
     """
     with open_set(directories, writable=False) as found, ExitStack() as stack:
-        for store, ledger in zip(found.stores, found.ledgers, strict=True):
-            store.open(ledger.records[0] if ledger.records else None)
+        found.open_stores()
         readers, blob = _source(found, snapshot, stack)
         first = readers[0].record
         if first.step == 0:

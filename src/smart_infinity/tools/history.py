@@ -6,7 +6,6 @@ import os
 from collections.abc import Sequence
 
 from smart_infinity import snapshots
-from smart_infinity.storage.snapshots import Snapshot
 from smart_infinity.tools.sets import open_set
 
 Directories = Sequence[str | os.PathLike[str]]
@@ -31,8 +30,7 @@ def restore_snapshot(directories: Directories, name: str) -> int:
         CorruptStateError: the snapshot is damaged. In both cases nothing has changed.
     """
     with open_set(directories, writable=True) as found:
-        for store, ledger in zip(found.stores, found.ledgers, strict=True):
-            store.open(ledger.records[0] if ledger.records else None)
+        found.open_stores()
         keepers = found.snapshots()
         snapshots.check(keepers, name)
         found.settle()
@@ -45,9 +43,3 @@ def remove_snapshot(directories: Directories, name: str) -> None:
     with open_set(directories, writable=True) as found:
         snapshots.find(found.snapshots(), name)
         snapshots.remove(found.snapshots(), name)
-
-
-def list_snapshots(directories: Directories) -> list[Snapshot]:
-    """The snapshots that every device holds, oldest first; also while a run is using the set."""
-    with open_set(directories, writable=False, lock=False) as found:
-        return snapshots.complete(found.snapshots())

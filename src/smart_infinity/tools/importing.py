@@ -227,17 +227,15 @@ def _write_state(store: Store, export: Export) -> Mapping[int, tuple[int, int]]:
 
 def _require_room(paths: Sequence[str], layout: Layout) -> None:
     """Refuse file systems that cannot hold the state, when what is there now has been removed."""
-    needed: dict[int, int] = {}
-    freed: dict[int, int] = {}
-    for path in paths:
-        file_system = os.stat(path).st_dev
-        freed[file_system] = freed.get(file_system, 0) + slots.disk_nbytes(path)
-    for index, path in enumerate(paths):
-        file_system = os.stat(path).st_dev
-        needed[file_system] = needed.get(file_system, 0) + 2 * layout.state_nbytes(index)
-        free = slots.free_nbytes(path) + freed[file_system]
-        if free < needed[file_system]:
+    freed = {
+        os.stat(path).st_dev: nbytes
+        for path, nbytes in slots.totals_by_file_system((path, slots.disk_nbytes(path)) for path in paths)
+    }
+    needs = ((path, 2 * layout.state_nbytes(index)) for index, path in enumerate(paths))
+    for path, needed in slots.totals_by_file_system(needs):
+        free = slots.free_nbytes(path) + freed[os.stat(path).st_dev]
+        if free < needed:
             raise DeviceFullError(
-                f"device {path}: the state needs {needed[file_system]} bytes on this file system "
+                f"device {path}: the state needs {needed} bytes on this file system "
                 f"and {free} are free. Free some space, or use more drives; nothing was changed"
             )

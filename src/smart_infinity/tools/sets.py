@@ -7,13 +7,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 
-import numpy as np
-
 from smart_infinity.errors import CorruptStateError, SmartInfinityError, StateMismatchError
 from smart_infinity.layout import Layout
 from smart_infinity.recovery import in_order, mismatch
 from smart_infinity.storage import slots
-from smart_infinity.storage.ledger import LedgerContents, LedgerRecord, newest_common
+from smart_infinity.storage.ledger import (
+    LedgerContents,
+    LedgerRecord,
+    blank_record,
+    newest_common,
+)
 from smart_infinity.storage.lock import DeviceLock
 from smart_infinity.storage.snapshots import Snapshots
 from smart_infinity.storage.store import Store
@@ -55,6 +58,11 @@ class StoredSet:
             raise self.torn or CorruptStateError("no step is complete on every device")
         return self.records
 
+    def open_stores(self) -> None:
+        """Open the files of every device, as the newest record in its ledger needs them."""
+        for store, ledger in zip(self.stores, self.ledgers, strict=True):
+            store.open(ledger.records[0] if ledger.records else None)
+
     def settle(self) -> None:
         """Before any write: make the newest complete step the only one on every device.
 
@@ -71,10 +79,7 @@ class StoredSet:
         if found:
             return replace(found[0], dirty=True)
         num_records = len(self.layout.devices[index].records)
-        places = np.zeros(num_records, np.uint8)
-        counts = np.zeros(len(self.layout.parameters), np.int64)
-        sums = np.zeros(num_records, np.uint64)
-        return LedgerRecord(0, 0, bytes(16), 0, True, places, sums, counts, 0, 0, 0)
+        return blank_record(num_records, len(self.layout.parameters), dirty=True)
 
     def newest_branch(self) -> int:
         """The latest branch that a ledger has seen; see `LedgerRecord`."""
