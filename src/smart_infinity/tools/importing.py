@@ -229,7 +229,9 @@ def _require_room(paths: Sequence[str], layout: Layout) -> None:
     """Refuse file systems that cannot hold the state, when what is there now has been removed."""
     freed = {
         os.stat(path).st_dev: nbytes
-        for path, nbytes in slots.totals_by_file_system((path, slots.disk_nbytes(path)) for path in paths)
+        for path, nbytes in slots.totals_by_file_system(
+            (path, slots.disk_nbytes(path)) for path in paths
+        )
     }
     needs = ((path, 2 * layout.state_nbytes(index)) for index, path in enumerate(paths))
     for path, needed in slots.totals_by_file_system(needs):
