@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from ledgers import PARAMETERS, RECORDS, THEM, US, Drive, assert_same, contents, open_ledger, record
@@ -121,6 +121,7 @@ def test_settling_leaves_one_record_only(ledger: Ledger, tmp_path: Path) -> None
 @given(
     length=st.integers(0, len(record(9).encode())), junk=st.integers(0, 255), copy=st.integers(0, 1)
 )
+@example(length=172, junk=106, copy=0)
 def test_a_torn_write_of_one_copy_loses_nothing(
     tmp_path: Path, length: int, junk: int, copy: int
 ) -> None:
@@ -141,7 +142,8 @@ def test_a_torn_write_of_one_copy_loses_nothing(
     found = ledger.read()
     # Step 8 is whole at every instant; step 9 is there once all its bytes are, and until both
     # copies are, step 7 has one.
-    if length == len(new):
+    # (One byte of rubbish in 256 is the byte that was missing.)
+    if torn[begin : begin + len(new)] == new:
         assert_same(found.records, [record(9), record(8), record(7)])
     else:
         assert_same(found.records, [record(8), record(7)])
