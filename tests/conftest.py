@@ -1,24 +1,14 @@
 """What all tests share."""
 
-import hashlib
 import logging
 import os
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-# Numba's disk cache looks at a function's own file only: after a change in a file that a kernel
-# calls into, it would hand out the old code. So each version of the kernels has its own cache.
-_kernels = sorted((Path(__file__).parents[1] / "src/smart_infinity/kernels").glob("*.py"))
-_version = hashlib.sha256(b"".join(path.read_bytes() for path in _kernels)).hexdigest()[:16]
-os.environ.setdefault(
-    "NUMBA_CACHE_DIR", str(Path(tempfile.gettempdir()) / f"smart-infinity-kernels-{_version}")
-)
+import pytest
+import torch
 
-import pytest  # noqa: E402
-import torch  # noqa: E402 (the cache's place must be known before anything imports Numba)
-
-from images import in_memory, use_small_records  # noqa: E402
+from images import in_memory, use_small_records
 
 # One thread: results repeat exactly, and a shared machine does not make OpenMP's threads spin.
 torch.set_num_threads(1)

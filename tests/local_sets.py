@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -100,7 +101,7 @@ class LocalSet:
 
     def open(self) -> list[LocalDevice]:
         return [
-            LocalDevice(str(path), self.layout, index, 2, **self.options)
+            LocalDevice(str(path), self.layout, index, 2, threading.Semaphore(1), **self.options)
             for index, path in enumerate(self.paths)
         ]
 

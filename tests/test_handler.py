@@ -34,7 +34,9 @@ class Handled:
         )
         for file in self.files:
             file.reserve(HANDLER_LAYOUT.state_nbytes(0))
-        self.handler = TransferHandler(HANDLER_LAYOUT, self.files, num_workers, 1000, "test")
+        self.handler = TransferHandler(
+            HANDLER_LAYOUT, self.files, num_workers, 1000, threading.Semaphore(1), "test"
+        )
         self.written: dict[int, tuple[int, int]] = {}
 
     def stored(self, place: int, record: Record) -> bytes:
@@ -215,7 +217,9 @@ def test_an_exception_stops_the_others_and_is_raised(
 def test_in_place_every_record_is_written_where_it_was_read(tmp_path: Path) -> None:
     own = Handled(tmp_path, 2)
     own.fill()
-    inside = TransferHandler(HANDLER_LAYOUT, own.files[:1], 2, 1000, "test", in_place=True)
+    inside = TransferHandler(
+        HANDLER_LAYOUT, own.files[:1], 2, 1000, threading.Semaphore(1), "test", in_place=True
+    )
     places = np.zeros(len(RECORDS), np.uint8)
     for done in (1, 2):
         written: dict[int, tuple[int, int]] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -24,18 +25,18 @@ def small_layout() -> Layout:
 
 
 def test_a_directory_in_use_is_refused(tmp_path: Path) -> None:
-    device = LocalDevice(str(tmp_path), small_layout(), 0, 1)
+    device = LocalDevice(str(tmp_path), small_layout(), 0, 1, threading.Semaphore(1))
     with pytest.raises(DeviceBusyError, match=str(tmp_path)):
-        LocalDevice(str(tmp_path), small_layout(), 0, 1)
+        LocalDevice(str(tmp_path), small_layout(), 0, 1, threading.Semaphore(1))
     device.close()
-    LocalDevice(str(tmp_path), small_layout(), 0, 1).close()
+    LocalDevice(str(tmp_path), small_layout(), 0, 1, threading.Semaphore(1)).close()
 
 
 def test_a_path_that_is_no_directory(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for name, seen in (("file", "is not a directory"), ("absent", "does not exist")):
         with pytest.raises(DeviceSpecError, match=seen):
-            LocalDevice(str(tmp_path / name), small_layout(), 0, 1)
+            LocalDevice(str(tmp_path / name), small_layout(), 0, 1, threading.Semaphore(1))
 
 
 @pytest.mark.parametrize("short", ["statvfs", "fallocate"])
@@ -43,7 +44,7 @@ def test_a_full_disk_is_refused_and_nothing_remains(
     tmp_path: Path, short: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "lost+found").mkdir()
-    device = LocalDevice(str(tmp_path), small_layout(), 0, 1)
+    device = LocalDevice(str(tmp_path), small_layout(), 0, 1, threading.Semaphore(1))
     device.attach(None)
     if short == "statvfs":
         real = os.statvfs(tmp_path)
@@ -83,7 +84,7 @@ def test_refused_direct_io_is_said_once_with_the_reason(
 
 
 def test_device_memory_that_is_too_small_names_the_size(tmp_path: Path) -> None:
-    device = LocalDevice(str(tmp_path), small_layout(), 0, 3)
+    device = LocalDevice(str(tmp_path), small_layout(), 0, 3, threading.Semaphore(1))
     with pytest.raises(DeviceMemoryError) as caught:
         device.attach(1000)
     needed = int(str(caught.value).split("at least ")[1].split()[0])

@@ -24,7 +24,7 @@ import torch
 from smart_infinity import kernels, snapshots
 from smart_infinity.beginning import begin, go_back
 from smart_infinity.checkpointing import HostState
-from smart_infinity.devices import check_specs, open_device
+from smart_infinity.devices import check_specs, open_devices
 from smart_infinity.devices.base import Device, StepPlan
 from smart_infinity.errors import UnsupportedError
 from smart_infinity.guard import Guard, State
@@ -111,16 +111,13 @@ def offload(
     opened: list[Device] = []
     engine: Engine | None = None
     try:
-        for index, path in enumerate(paths):
-            opened.append(
-                open_device(
-                    path,
-                    planned.layout,
-                    index,
-                    in_place=durability == "none",
-                    check_reads=verify == "read",
-                )
-            )
+        for device in open_devices(
+            paths,
+            planned.layout,
+            in_place=durability == "none",
+            check_reads=verify == "read",
+        ):
+            opened.append(device)
         engine = Engine(model, planned, opened, torch_optimizer)
         torn_set = failed.torn_set if failed is not None else None
         begin(engine, torch_optimizer.param_groups, dtype, budget, resume, torn_set)

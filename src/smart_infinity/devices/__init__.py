@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+from collections.abc import Iterator, Sequence
 
 from smart_infinity.devices.base import Device
 from smart_infinity.devices.local import LocalDevice
@@ -43,19 +45,23 @@ def check_specs(devices: object) -> list[str]:
     return paths
 
 
-def open_device(
-    spec: str, layout: Layout, index: int, *, in_place: bool = False, check_reads: bool = False
-) -> Device:
-    """Open device ``index`` of the layout; for the rest see `LocalDevice`.
+def open_devices(
+    specs: Sequence[str], layout: Layout, *, in_place: bool = False, check_reads: bool = False
+) -> Iterator[Device]:
+    """Open the devices of the layout, in its order; for the options see `LocalDevice`.
 
-    Four transfer buffers in all keep one drive busy; with more devices each needs fewer, since
-    their threads share the cores.
+    One drive is kept busy by three transfers at once, beside one record that is computed and one
+    that waits for its turn. With more devices fewer do, since their turns to compute are shared.
     """
-    return LocalDevice(
-        spec,
-        layout,
-        index,
-        max(1, 4 // len(layout.devices)),
-        in_place=in_place,
-        check_reads=check_reads,
-    )
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    computing = threading.Semaphore(max(1, (cores or 1) - 1))
+    for index, spec in enumerate(specs):
+        yield LocalDevice(
+            spec,
+            layout,
+            index,
+            5 if len(specs) == 1 else 3,
+            computing,
+            in_place=in_place,
+            check_reads=check_reads,
+        )

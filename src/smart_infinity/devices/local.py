@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Sequence
 
 import numpy as np
@@ -61,6 +62,7 @@ class LocalDevice(Device):
         layout: the plan of the whole set.
         index: which device of the plan this is.
         num_workers: buffers of the transfer handler that are wanted; a budget may allow fewer.
+        computing: how many workers may compute at once; the devices of a set share it.
         in_place: steps overwrite the state that they read (``durability="none"``).
         check_reads: check the checksum of every state record that a step reads.
     """
@@ -71,6 +73,7 @@ class LocalDevice(Device):
         layout: Layout,
         index: int,
         num_workers: int,
+        computing: threading.Semaphore,
         *,
         in_place: bool = False,
         check_reads: bool = False,
@@ -79,7 +82,7 @@ class LocalDevice(Device):
         self.gradients: LandingZone
         self._in_place, self._check_reads = in_place, check_reads
         self._layout, self._plan = layout, layout.devices[index]
-        self._num_workers = num_workers
+        self._num_workers, self._computing = num_workers, computing
         self._kernel = OPTIMIZERS[layout.optimizer].update
         self._pieces = piece_tables(layout, self._plan)
         self._blocks = block_tables(self._pieces, self._plan)
@@ -383,6 +386,7 @@ class LocalDevice(Device):
             self._store.files,
             self._num_workers,
             self._longest,
+            self._computing,
             self.path,
             in_place=self._in_place,
         )

@@ -13,16 +13,19 @@ from typing import Any
 
 import numpy as np
 
-from smart_infinity.kernels import adagrad, adam, landing, sgd
-from smart_infinity.kernels.formats import F32
-from smart_infinity.kernels.frame import (
-    PIECE_COLUMNS,
-    TABLE_COLUMNS,
-    UpdateKernel,
-    encode_record,
-    load_masters,
-    merge_edits,
-)
+from smart_infinity.kernels.caching import kernel_cache
+
+with kernel_cache():
+    from smart_infinity.kernels import adagrad, adam, landing, sgd
+    from smart_infinity.kernels.formats import F32
+    from smart_infinity.kernels.frame import (
+        PIECE_COLUMNS,
+        TABLE_COLUMNS,
+        UpdateKernel,
+        encode_record,
+        load_masters,
+        merge_edits,
+    )
 
 __all__ = [
     "OPTIMIZERS",

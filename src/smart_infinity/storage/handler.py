@@ -3,8 +3,10 @@
 There is one worker thread for each buffer. A worker takes the next tasklet (one state record),
 reads it from its current place, computes in memory, and writes it to its other place. The workers
 are at different stages at any moment, so reading, computing and writing overlap, and memory is
-fixed. Within a tasklet the updated weights leave during `compute` (*urgent*: the next forward
-needs them), before the state is written back (*lazy*).
+fixed. Two limits keep them at different stages. Transfers at once: those that begin together end
+together, and then every worker would compute while the storage waits. Computations at once, over
+all devices: moving bytes takes a core too. Within a tasklet the updated weights leave during
+`compute` (*urgent*: the next forward needs them), before the state is written back (*lazy*).
 """
 
 from __future__ import annotations
@@ -69,8 +71,9 @@ class TransferHandler:
     Args:
         layout: the layout; records have its sizes.
         files: the state files, by place.
-        num_workers: buffers, and threads.
+        num_workers: buffers, and threads; more than half of them may transfer at once.
         longest: elements of the device's longest record.
+        computing: how many workers may compute at once; devices share it.
         name: for thread names.
         in_place: write each record where it was read, instead of to its other place.
     """
@@ -81,11 +84,14 @@ class TransferHandler:
         files: Sequence[BlockFile],
         num_workers: int,
         longest: int,
+        computing: threading.Semaphore,
         name: str,
         *,
         in_place: bool = False,
     ) -> None:
         self._layout, self._files, self._in_place = layout, files, in_place
+        self._computing = computing
+        self._transferring = threading.Semaphore(num_workers // 2 + 1)
         self._buffers = [Buffer(layout, longest) for _ in range(num_workers)]
         self._pool = ThreadPoolExecutor(num_workers, thread_name_prefix=f"smart-infinity {name}")
 
@@ -153,26 +159,28 @@ class TransferHandler:
         used = record.length * self._layout.num_state_tensors
         data = buffer.bytes[:nbytes]
         floats = data.view(np.float32)
-        t0 = time.perf_counter()
         place = -1
         if places is None:
             floats[used:] = 0
         else:
             place = int(places[record.index])
-            self._files[place].read_into(data, offset)
+            with self._transferring:
+                begin = time.perf_counter()
+                self._files[place].read_into(data, offset)
+                spent.reading += time.perf_counter() - begin
             spent.bytes_read += nbytes
-        t1 = time.perf_counter()
-        checksum = compute(record, floats[:used], buffer)
-        t2 = time.perf_counter()
+        with self._computing:
+            begin = time.perf_counter()
+            checksum = compute(record, floats[:used], buffer)
+            spent.computing += time.perf_counter() - begin
         if checksum is not None:
             other = 0 if places is None else place if self._in_place else 1 - place
-            self._files[other].write_from(data, offset)
+            with self._transferring:
+                begin = time.perf_counter()
+                self._files[other].write_from(data, offset)
+                spent.writing += time.perf_counter() - begin
             written[record.index] = (other, checksum)
             spent.bytes_written += nbytes
-        t3 = time.perf_counter()
-        spent.reading += t1 - t0
-        spent.computing += t2 - t1
-        spent.writing += t3 - t2
 
     def close(self) -> None:
         """Wait for the workers and end them."""
