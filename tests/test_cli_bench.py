@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner, Result
 
@@ -79,25 +80,30 @@ def test_update_works_where_a_device_has_nothing_to_hold(tmp_path: Path) -> None
     assert read_strictly(tmp_path / "update.json")["bytes_read"] == 49152 + 12288
 
 
-def test_raw_copy_moves_every_block_of_every_directory(tmp_path: Path) -> None:
-    directories = [tmp_path / "a", tmp_path / "b"]
-    for directory in directories:
+def test_raw_copy_moves_every_record_of_every_device(tmp_path: Path) -> None:
+    spec = ParameterSpec("w", (25_000,), "float32")
+    layout = plan_layout([spec], "adamw", ("exp_avg", "exp_avg_sq"), 2, 3000)
+    generator = np.random.default_rng(0)
+    for index in range(2):
+        nbytes = layout.state_nbytes(index)
+        directory = tmp_path / str(index)
         directory.mkdir()
-    sizes = [[8192, 4096], [12288]]
-    copy = raw.RawCopy([str(path) for path in directories], sizes, [False, False])
+        (directory / "state.0").write_bytes(generator.bytes(nbytes))
+        (directory / "state.1").write_bytes(bytes(nbytes))
+    before = [(tmp_path / str(index) / "state.0").read_bytes() for index in range(2)]
+    copy = raw.RawCopy([str(tmp_path / "0"), str(tmp_path / "1")], layout, [False, False])
     try:
         copy.choose_threads()
-        copy.run()
-        for (source, target), own in zip(copy._pairs, sizes, strict=True):
-            for index, size in enumerate(own):
-                read, written = raw.reserve(size), raw.reserve(size)
-                source.read(index, read)
-                target.read(index, written)
-                assert (read == written).all()
-                assert read.any()
-        assert files_below(tmp_path) == []
     finally:
         copy.close()
+    stride = layout.record_stride
+    for index, device in enumerate(layout.devices):
+        kept, copied = ((tmp_path / str(index) / f"state.{n}").read_bytes() for n in range(2))
+        assert kept == before[index]
+        for record in device.records:
+            begin = record.index * stride
+            end = begin + layout.record_nbytes(record.length)
+            assert copied[begin:end] == kept[begin:end]
 
 
 def test_update_leaves_nothing_after_an_error(
@@ -120,11 +126,11 @@ def test_update_keeps_what_lies_in_the_directory(tmp_path: Path) -> None:
     assert os.listdir(device) == ["mine.txt"]
 
 
-def test_update_needs_space_for_state_and_raw_files(
+def test_update_needs_space_for_both_places(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Both devices lie on one file system: three quarters of what they need together.
-    monkeypatch.setattr(update, "free_nbytes", lambda path: 3 * PARAMS * 12)
+    monkeypatch.setattr(update, "free_nbytes", lambda path: 3 * PARAMS * 6)
     result = run_update(tmp_path, 2)
     assert result.exit_code == 1
     assert "free" in result.stderr

@@ -14,7 +14,7 @@ import xxhash
 from smart_infinity.errors import DeviceIOError
 from smart_infinity.layout import ParameterSpec, Record, plan_layout
 from smart_infinity.storage import blockfile
-from smart_infinity.storage.blockfile import BlockFile, direct_io_refusal
+from smart_infinity.storage.blockfile import BlockFile, direct_io_refusal, observing
 from smart_infinity.storage.handler import Buffer, TransferHandler, buffer_nbytes
 
 HANDLER_LAYOUT = plan_layout(
@@ -26,7 +26,9 @@ RECORDS = HANDLER_LAYOUT.devices[0].records
 class Handled:
     """A handler over two real files."""
 
-    def __init__(self, directory: Path, num_workers: int) -> None:
+    def __init__(
+        self, directory: Path, num_workers: int, computing: threading.Semaphore | None = None
+    ) -> None:
         self.direct = direct_io_refusal(str(directory)) is None
         self.paths = [directory / "state.0", directory / "state.1"]
         self.files = tuple(
@@ -35,7 +37,12 @@ class Handled:
         for file in self.files:
             file.reserve(HANDLER_LAYOUT.state_nbytes(0))
         self.handler = TransferHandler(
-            HANDLER_LAYOUT, self.files, num_workers, 1000, threading.Semaphore(1), "test"
+            HANDLER_LAYOUT,
+            self.files,
+            num_workers,
+            1000,
+            computing or threading.Semaphore(1),
+            "test",
         )
         self.written: dict[int, tuple[int, int]] = {}
 
@@ -174,18 +181,61 @@ def test_buffers_are_fixed_in_number_and_never_shared(handled: Handled) -> None:
     assert len(seen) <= handled.handler._pool._max_workers
 
 
-def test_all_workers_work_at_once(tmp_path: Path) -> None:
-    """Each of three records waits in compute for the other two."""
-    handled = Handled(tmp_path, 3)
-    handled.fill()
-    together = threading.Barrier(3, timeout=60)
+class Crowd:
+    """Counts who is inside; each who comes waits until ``size`` have been there together."""
+
+    def __init__(self, size: int) -> None:
+        self.most, self._inside, self._lock = 0, 0, threading.Lock()
+        self._together = threading.Barrier(size, timeout=60)
+
+    def visit(self) -> None:
+        with self._lock:
+            self._inside += 1
+            self.most = max(self.most, self._inside)
+        self._together.wait()
+        with self._lock:
+            self._inside -= 1
+
+
+@pytest.mark.parametrize("limit", [1, 2])
+def test_as_many_compute_at_once_as_may_over_all_devices(tmp_path: Path, limit: int) -> None:
+    computing, crowd = threading.Semaphore(limit), Crowd(limit)
+    devices = []
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        devices.append(Handled(tmp_path / name, 3, computing))
+        devices[-1].fill()
 
     def compute(record: Record, state: np.ndarray, buffer: Buffer) -> int | None:
-        together.wait()
+        crowd.visit()
         return None
 
-    handled.handler.run(RECORDS[:3], compute, np.zeros(len(RECORDS), np.uint8), {})
+    places = np.zeros(len(RECORDS), np.uint8)
+    runs = [
+        threading.Thread(target=device.handler.run, args=(RECORDS[:6], compute, places, {}))
+        for device in devices
+    ]
+    for run in runs:
+        run.start()
+    for run in runs:
+        run.join()
+    for device in devices:
+        device.handler.close()
+    assert crowd.most == limit
+
+
+@pytest.mark.parametrize(("workers", "limit"), [(1, 1), (2, 2), (3, 2), (4, 3), (5, 3)])
+def test_more_than_half_of_the_workers_transfer_at_once(
+    tmp_path: Path, workers: int, limit: int
+) -> None:
+    handled = Handled(tmp_path, workers)
+    handled.fill()
+    crowd = Crowd(limit)
+    places = np.zeros(len(RECORDS), np.uint8)
+    with observing(lambda path, offset, data: crowd.visit()):
+        handled.handler.run(RECORDS[: 3 * limit], add_one, places, {})
     handled.handler.close()
+    assert crowd.most == limit
 
 
 @pytest.mark.parametrize("kind", [ValueError, DeviceIOError, KeyboardInterrupt])

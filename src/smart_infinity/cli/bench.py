@@ -43,8 +43,8 @@ def update(
         str, typer.Option(help="Parameters of the synthetic model, such as 200_000_000.")
     ] = "200_000_000",
     rounds: Annotated[
-        int, typer.Option(min=1, help="Measured rounds, each of one step and one raw pass.")
-    ] = 15,
+        int, typer.Option(min=1, help="Measured rounds, each of two steps and two raw passes.")
+    ] = 9,
     verify: Annotated[
         Verify, typer.Option(help="Check checksums when resuming only, or at each read too.")
     ] = Verify.RESUME,
