@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
+import os
+import weakref
 from typing import Any
 
 import numpy as np
@@ -13,6 +16,22 @@ import xxhash
 from smart_infinity.layout import PAGE_BYTES
 
 ByteArray = npt.NDArray[np.uint8]
+
+_areas: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
+
+
+def _keep_in_child() -> None:
+    """In a forked child: never unmap the areas, whose addresses may hold something else there.
+
+    The child has the objects but not the memory, and its own next mapping can lie in the gap. An
+    object that is destroyed, at the latest when the child exits, would take that mapping away.
+    """
+    for area in list(_areas):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(area))
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_keep_in_child)
 
 
 def checksum(array: npt.NDArray[Any]) -> int:
@@ -32,6 +51,7 @@ def reserve(nbytes: int, *, huge_pages: bool = True) -> ByteArray:
     size = max(PAGE_BYTES, -(-nbytes // PAGE_BYTES) * PAGE_BYTES)
     area = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     area.madvise(mmap.MADV_DONTFORK)
+    _areas.add(area)
     if huge_pages and hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel built without them: slower, not wrong
             area.madvise(mmap.MADV_HUGEPAGE)
