@@ -166,6 +166,15 @@ def test_what_was_resumed_is_that_very_step(change: dict[str, Any], problem: str
     assert lineage.problems == [problem]
 
 
+def test_a_scheduler_may_lag_until_its_first_call_is_committed() -> None:
+    lineage = Lineage()
+    lineage.resumed(0, ready(0))
+    for step in (1, 2, 3):
+        lineage.began(inputs(step))
+        lineage.resumed(step, ready(step, lag=step))
+    assert (lineage.problems, lineage.unscheduled) == ([], [1, 2, 3])
+
+
 def test_a_scheduler_may_lag_from_the_first_step_only() -> None:
     lineage = Lineage()
     lineage.resumed(0, ready(0))

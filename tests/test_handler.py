@@ -15,7 +15,8 @@ from smart_infinity.errors import DeviceIOError
 from smart_infinity.layout import ParameterSpec, Record, plan_layout
 from smart_infinity.storage import blockfile
 from smart_infinity.storage.blockfile import BlockFile, direct_io_refusal, observing
-from smart_infinity.storage.handler import Buffer, TransferHandler, buffer_nbytes
+from smart_infinity.storage.handler import TransferHandler
+from smart_infinity.storage.tasklets import Buffer, buffer_nbytes
 
 HANDLER_LAYOUT = plan_layout(
     [ParameterSpec("w", (20_500,), "float32")], "adamw", ("exp_avg", "exp_avg_sq"), 1, 1000
@@ -29,6 +30,7 @@ class Handled:
     def __init__(
         self, directory: Path, num_workers: int, computing: threading.Semaphore | None = None
     ) -> None:
+        self.num_workers = num_workers
         self.direct = direct_io_refusal(str(directory)) is None
         self.paths = [directory / "state.0", directory / "state.1"]
         self.files = tuple(
@@ -39,6 +41,7 @@ class Handled:
         self.handler = TransferHandler(
             HANDLER_LAYOUT,
             self.files,
+            num_workers,
             num_workers,
             1000,
             computing or threading.Semaphore(1),
@@ -178,7 +181,7 @@ def test_buffers_are_fixed_in_number_and_never_shared(handled: Handled) -> None:
         handled.handler.run(RECORDS, compute, places, written)
         for index, (place, _) in written.items():
             places[index] = place
-    assert len(seen) <= handled.handler._pool._max_workers
+    assert len(seen) <= handled.num_workers
 
 
 class Crowd:
@@ -268,7 +271,7 @@ def test_in_place_every_record_is_written_where_it_was_read(tmp_path: Path) -> N
     own = Handled(tmp_path, 2)
     own.fill()
     inside = TransferHandler(
-        HANDLER_LAYOUT, own.files[:1], 2, 1000, threading.Semaphore(1), "test", in_place=True
+        HANDLER_LAYOUT, own.files[:1], 2, 2, 1000, threading.Semaphore(1), "test", in_place=True
     )
     places = np.zeros(len(RECORDS), np.uint8)
     for done in (1, 2):

@@ -19,9 +19,20 @@ FLOORS: list[set[str]] = [
     {"kernels", "plain", "tensorfile"},
     {"storage"},
     {"devices"},
-    {"link", "snapshots"},
+    {"link", "snapshots", "arrivals"},
     {"weights", "recipe", "recovery", "guard", "schedulers"},
-    {"gradients", "planning", "hyperparameters", "checkpointing", "beginning", "optimizer"},
+    {
+        "gate",
+        "ahead",
+        "pace",
+        "reading",
+        "gradients",
+        "planning",
+        "hyperparameters",
+        "checkpointing",
+        "beginning",
+        "optimizer",
+    },
     {"stream", "tools"},
     {"engine"},
     {ROOT},  # the package's public names
@@ -37,6 +48,7 @@ WITHOUT_TORCH = {
     "storage",
     "devices",
     "link",
+    "arrivals",
 }
 MAX_LINES = 400
 

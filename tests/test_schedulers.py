@@ -257,6 +257,18 @@ def test_calls_with_arguments_are_never_foreseen() -> None:
     assert life.amendments == 5
 
 
+def test_a_first_call_that_a_crash_cut_off_is_no_interval_without_a_call() -> None:
+    life = Life()
+    life.commit()
+    life.pattern.resumed([], 0)  # the crash came before the call
+    for number in range(5):
+        life.commit()
+        assert life.resumed == number + (number > 0)
+        life.call()
+        assert life.resumed == number + 1
+    assert life.amendments == 1
+
+
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.integers(0, 3), max_size=12))
 def test_a_crash_before_the_next_step_never_loses_a_call(counts: list[int]) -> None:

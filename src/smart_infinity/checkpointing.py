@@ -250,9 +250,7 @@ class HostState:
             self._is_loading = False
         for entry, own in again:
             if entry.pattern is not None:
-                calls = own["calls"] + own["steps"]
-                entry.pattern.committed(list(own["intervals"]), calls)
-                entry.pattern.calls = calls
+                entry.pattern.resumed(list(own["intervals"]), own["calls"] + own["steps"])
         if fresh and len(self.registered) > len(pairs):
             logger.warning(
                 "the resumed state holds %d registered objects and %d are registered now: %s "

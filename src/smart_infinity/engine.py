@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import uuid
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -22,17 +23,30 @@ import numpy.typing as npt
 import torch
 
 from smart_infinity import kernels, snapshots
+from smart_infinity.ahead import Ahead
+from smart_infinity.arrivals import Arrivals
 from smart_infinity.beginning import begin, go_back
 from smart_infinity.checkpointing import HostState
 from smart_infinity.devices import check_specs, open_devices
-from smart_infinity.devices.base import Device, StepPlan
+from smart_infinity.devices.base import NO_PENDING, Device, StepPlan
 from smart_infinity.errors import UnsupportedError
-from smart_infinity.guard import Guard, State
+from smart_infinity.gate import Gate
+from smart_infinity.guard import Guard, State, failed_guard, remember
 from smart_infinity.hyperparameters import step_table
 from smart_infinity.interrupts import deferred_interrupt
 from smart_infinity.link import HostLink
 from smart_infinity.optimizer import OffloadedOptimizer
-from smart_infinity.planning import Plan, check_memory, parse_bytes, plan, summary
+from smart_infinity.pace import Pace
+from smart_infinity.planning import (
+    Plan,
+    check_choice,
+    check_count,
+    check_memory,
+    parse_bytes,
+    plan,
+    summary,
+)
+from smart_infinity.reading import read_state
 from smart_infinity.recipe import group_members
 from smart_infinity.recovery import in_order
 from smart_infinity.storage.ledger import LedgerRecord, StepId
@@ -47,11 +61,6 @@ Counts = npt.NDArray[np.int64]
 ModuleT = TypeVar("ModuleT", bound=torch.nn.Module)
 ResultT = TypeVar("ResultT")
 
-# Weak in model and engine: an engine holds the model's modules, and must not keep them alive.
-_engines: weakref.WeakKeyDictionary[torch.nn.Module, tuple[weakref.ref[Engine], Guard]] = (
-    weakref.WeakKeyDictionary()
-)
-
 
 def offload(
     model: ModuleT,
@@ -63,6 +72,9 @@ def offload(
     durability: Literal["step", "none"] = "step",
     verify: Literal["resume", "read"] = "resume",
     keep_snapshots: int = 2,
+    overlap: bool = False,
+    accumulation_steps: int | None = None,
+    max_grad_norm: float | None = None,
 ) -> tuple[ModuleT, OffloadedOptimizer]:
     """Move an optimizer's state to storage devices, which from then on run the optimizer.
 
@@ -85,6 +97,13 @@ def offload(
         verify: when the checksums of state are checked: ``"resume"``, or at each ``"read"`` too.
         keep_snapshots: how many of the snapshots that ``state_dict()`` makes are kept; 0 makes
             none.
+        overlap: `step()` returns at once, and each module's forward waits for its own weights;
+            whoever reads parameters in another way calls ``optimizer.synchronize()`` first.
+        accumulation_steps: how many backwards make a step. With it, and if nothing scales the
+            gradients, devices update each record as soon as its gradients are complete; whatever
+            differs in the step from what was foreseen is done again.
+        max_grad_norm: `step()` clips the gradients to this norm, as ``clip_grad_norm_`` does; the
+            devices then only read ahead during backward.
 
     Returns:
         The model, and the `OffloadedOptimizer` to use in place of ``torch_optimizer``.
@@ -95,10 +114,10 @@ def offload(
     """
     if resume not in (True, False, None):
         raise UnsupportedError(f"resume is {resume!r}. Expected True, False or None")
-    _check_choice("durability", durability, ("step", "none"))
-    _check_choice("verify", verify, ("resume", "read"))
-    if not isinstance(keep_snapshots, int) or keep_snapshots < 0:
-        raise UnsupportedError(f"keep_snapshots is {keep_snapshots!r}. Expected 0 or more")
+    check_choice("durability", durability, ("step", "none"))
+    check_choice("verify", verify, ("resume", "read"))
+    check_count("keep_snapshots", keep_snapshots, 0)
+    pace = Pace(overlap, accumulation_steps, max_grad_norm)
     paths = check_specs(devices)
     if resume:
         paths = in_order(paths)
@@ -106,7 +125,7 @@ def offload(
     planned = plan(model, torch_optimizer, len(paths), dtype)
     if budget is None:
         check_memory(planned.layout)
-    failed = _failed_guard(model)
+    failed = failed_guard(model)
     kernels.prepare(planned.layout.optimizer)
     opened: list[Device] = []
     engine: Engine | None = None
@@ -116,9 +135,10 @@ def offload(
             planned.layout,
             in_place=durability == "none",
             check_reads=verify == "read",
+            updates_early=pace.updates_early,
         ):
             opened.append(device)
-        engine = Engine(model, planned, opened, torch_optimizer)
+        engine = Engine(model, planned, opened, torch_optimizer, pace)
         torn_set = failed.torn_set if failed is not None else None
         begin(engine, torch_optimizer.param_groups, dtype, budget, resume, torn_set)
         engine.connect()  # hooks come last, when all is well
@@ -128,11 +148,11 @@ def offload(
             device.close()
         if engine is not None and engine.weights_moved:
             engine.guard.alarm(model, error, engine.set_uuid)
-            _engines[model] = weakref.ref(engine), engine.guard
+            remember(model, engine, engine.guard)
         raise
     if failed is not None:
         failed.silence()
-    _engines[model] = weakref.ref(engine), engine.guard
+    remember(model, engine, engine.guard)
     logger.info("%s", summary(planned.layout))
     return model, OffloadedOptimizer(engine, torch_optimizer, keep_snapshots)
 
@@ -146,83 +166,143 @@ class Engine:
         planned: Plan,
         devices: Sequence[Device],
         source: torch.optim.Optimizer,
+        pace: Pace,
     ) -> None:
         self.layout, self.devices = planned.layout, devices
         self.model, self.source = weakref.ref(model), source
         self.parameters = planned.parameters
         self.index_of = {id(p): index for index, p in enumerate(planned.parameters)}
         self.link = HostLink()
-        self.weights = HostWeights(planned.layout, planned.parameters, planned.owners, self.link)
+        self.arrivals = Arrivals()
+        self.weights = HostWeights(
+            planned.layout, planned.parameters, planned.owners, self.link, self.arrivals
+        )
         self.steps = self.committed_step = 0
-        self.step_was_skipped = self._warned_of_skip = False
+        self.step_was_skipped = False
         self._counts = np.zeros(len(planned.parameters), np.int64)
         self.set_uuid, self._attempt = str(uuid.uuid4()), os.urandom(16)
         self.step_id: StepId = (0, 0, self._attempt)
         self.host_state = HostState(self.model, weakref.WeakMethod(self.amend))
         self._pool = ThreadPoolExecutor(len(devices), thread_name_prefix="smart-infinity")
+        self._pace, self._under_way = pace, list[Future[None]]()
+        self._lock, self._uncommitted = threading.Lock(), 0
+        self._gate: Gate | None = None
+        self._ahead: Ahead | None = None
         self.guard = Guard()
         self.weights_moved = False  # by a resume; if it fails then, the model is torn
         self.on_release: list[Callable[[], object]] = []
 
     def connect(self) -> None:
         """Let gradients stream from the model's parameters to the devices."""
+        model = self.model()
+        if self._pace.overlap and model is not None:
+            names = [spec.name for spec in self.layout.parameters]
+            self._gate = Gate(
+                model, self.parameters, names, self.arrivals, self.guard, self.synchronize
+            )
+            self.on_release.append(self._gate.remove)
+        if self._pace.works_ahead:
+            self._ahead = Ahead(
+                self.devices,
+                self.link,
+                self.arrivals,
+                len(self.parameters),
+                self._pace.accumulation_steps or 1,
+                self._expected_table if self._pace.updates_early else None,
+            )
         self.gradients = GradientStream(
-            self.layout, self.parameters, self.devices, self.link, self.guard
+            self.layout,
+            self.parameters,
+            self.devices,
+            self.link,
+            self.guard,
+            self.arrivals,
+            self._gate,
+            self._ahead,
         )
 
     # --- the step --------------------------------------------------------------------------
 
     def step(self, groups: Groups) -> None:
         """One optimizer step, from landed gradients to committed state."""
-        self.guard()
+        self.synchronize()
         with deferred_interrupt():
             self.weights.check_identity()
             self.host_state.warn_of_forgotten()
             active = self.gradients.collect()
+            if self._pace.max_grad_norm is not None:
+                torch.nn.utils.clip_grad_norm_(self.parameters, self._pace.max_grad_norm)
             table, counts = step_table(
                 self.layout, groups, self.index_of, self._counts, active, self.gradients.pending
             )
-            self.step_was_skipped = not self._all_finite(active)
+            self.step_was_skipped = not self.gradients.are_finite(active, self.steps + 1)
             if self.step_was_skipped or not active.any():
+                if self._ahead is not None:
+                    self._ahead.drop()
                 return
             edits = self.weights.find_edits(active)
             commit = self.make_commit(self.steps + 1, groups, counts)
-            try:
-                self.on_all_devices(
-                    lambda device, index: self._update(
-                        device, StepPlan(commit.step_id, table, edits[index]), index, commit
-                    )
-                )
-            except BaseException as error:
-                self._fail(error)
-                raise
+            plans = [StepPlan(commit.step_id, table, edited) for edited in edits]
+            self._begin(plans, commit, np.flatnonzero(active).tolist())
+            if not self._pace.overlap:
+                self.synchronize()
             self.weights.announce(active)
-            self.adopt(self.devices[0].committed)
             self.host_state.committed(commit.blob)
 
+    def _begin(self, plans: Sequence[StepPlan], commit: Commit, active: Sequence[int]) -> None:
+        """Set all devices to work on a step."""
+        self.arrivals.begin({index: self.weights.num_pieces(index) for index in active})
+        if self._gate is not None:
+            self._gate.begin(active)
+        self._under_way = [
+            self._pool.submit(self._update, device, plans[index], index, commit)
+            for index, device in enumerate(self.devices)
+        ]
+        self.steps, self._counts = commit.step_id[1], commit.counts
+        self._uncommitted = len(self.devices)
+        if self._ahead is not None:
+            self._ahead.reset()
+
     def _update(self, device: Device, step: StepPlan, index: int, commit: Commit) -> None:
-        self.link.carry("control", step.table)
-        device.update(step, self.weights.port(index))
-        self.link.count("control", len(commit.blob))
-        device.commit(commit)
+        try:
+            self.link.carry("control", step.table)
+            device.update(step, self.weights.port(index))
+            self.link.count("control", len(commit.blob))
+            device.commit(commit)
+            with self._lock:
+                self._uncommitted -= 1
+                is_complete = self._uncommitted == 0
+            if is_complete:
+                for each in self.devices:
+                    each.allow_writes()
+        except BaseException:
+            self.arrivals.end(has_failed=True)
+            raise
+
+    def _expected_table(self) -> npt.NDArray[np.float32]:
+        """Of the next step, if all parameters have a gradient that nothing scales."""
+        every, groups = np.ones(len(self.parameters), np.bool_), self.source.param_groups
+        pending = [NO_PENDING] * len(self.parameters)
+        return step_table(self.layout, groups, self.index_of, self._counts, every, pending)[0]
+
+    def synchronize(self) -> None:
+        """Wait until the step under way is committed, and raise what it raised."""
+        self.guard()
+        if self._under_way:
+            wait(self._under_way)
+            errors = [error for own in self._under_way if (error := own.exception()) is not None]
+            self._under_way = []
+            if errors:
+                self._fail(errors[0])
+                raise errors[0]
+            self.adopt(self.devices[0].committed)
+            if self._gate is not None:
+                self._gate.opened()
 
     def _fail(self, error: BaseException) -> None:
+        self.steps = self.committed_step
         self._release()
         self.guard.alarm(self.model(), error, self.set_uuid)
-
-    def _all_finite(self, active: npt.NDArray[np.bool_]) -> bool:
-        for index in np.flatnonzero(active):
-            if not self.gradients.is_finite(int(index)):
-                if not self._warned_of_skip:
-                    self._warned_of_skip = True
-                    logger.warning(
-                        "step %d skipped: the gradient of %s is not finite; nothing moved. Later "
-                        "skips are not logged, see optimizer.step_was_skipped",
-                        self.steps + 1,
-                        self.gradients.name(int(index)),
-                    )
-                return False
-        return True
 
     # --- committing --------------------------------------------------------------------------
 
@@ -236,6 +316,7 @@ class Engine:
         """Replace the host's part of the committed step: a scheduler has moved since."""
         if self.guard.state is not State.OPEN or self.guard.is_forked or not self.steps:
             return
+        self.synchronize()
         with deferred_interrupt():
             blob = self.host_state.encode_amendment(self.source.param_groups)
             self.link.count("control", len(blob) * len(self.devices))
@@ -252,7 +333,7 @@ class Engine:
 
     def register(self, objects: tuple[Any, ...]) -> None:
         """See `OffloadedOptimizer.register_for_checkpointing`."""
-        self.guard()
+        self.synchronize()
         groups = self.source.param_groups
         self.host_state.register(objects, groups)
         size = len(self.host_state.encode(groups, self.members(groups)))
@@ -266,11 +347,13 @@ class Engine:
 
     def restore(self, name: str) -> None:
         """See `OffloadedOptimizer.restore`."""
-        self.guard()
+        self.synchronize()
         with deferred_interrupt():
             groups, keepers = self.source.param_groups, [own.snapshots for own in self.devices]
             snapshots.check(keepers, name)
             self.host_state.check(keepers[0].read_blob(name), self.members(groups))
+            if self._ahead is not None:
+                self._ahead.drop()
             try:
                 go_back(self, name, groups)
             except BaseException as error:
@@ -284,6 +367,7 @@ class Engine:
     def close(self) -> None:
         """Release the devices and make the model an ordinary one."""
         if self.guard.state is State.OPEN and not self.guard.is_forked:
+            self.synchronize()
             self._release()
             self.guard.state = State.CLOSED
 
@@ -300,35 +384,9 @@ class Engine:
 
     def read_state(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
         """See `OffloadedOptimizer.read_state`."""
-        self.guard()
+        self.synchronize()
         index = self.index_of.get(id(parameter))
-        if index is None:
-            raise UnsupportedError(
-                "read_state() was given a tensor that is not an offloaded parameter. Expected one "
-                "of the model's trainable parameters"
-            )
-        names = ("master", *self.layout.moments)
-        shape = self.layout.parameters[index].shape
-        state = {name: torch.empty(shape, dtype=torch.float32, device="cpu") for name in names}
-        for number, run in self.layout.runs_of[index]:
-            own = self.layout.devices[number].runs[run]
-            place = slice(own.start, own.start + own.length)
-            tensors = self.devices[number].read_state(run)
-            for name, values in zip(names, tensors, strict=True):
-                state[name].view(-1).numpy()[place] = self.link.carry("state_to_host", values)
-        if self.layout.optimizer != "sgd":
-            state["step"] = torch.tensor(float(self._counts[index]), device="cpu")
-        return state
-
-    def manifest(self) -> dict[str, str | int]:
-        """Which state this is."""
-        _, step, attempt = self.step_id
-        return {
-            "set_uuid": self.set_uuid,
-            "layout_hash": self.layout.hash(),
-            "step": step,
-            "attempt": attempt.hex(),
-        }
+        return read_state(self.layout, self.devices, self.link, index, self._counts)
 
     def on_all_devices(self, call: Callable[[Device, int], ResultT]) -> list[ResultT]:
         """Run on all devices at once; waits for every one before it raises the first error."""
@@ -339,21 +397,3 @@ class Engine:
         if errors:
             raise errors[0]
         return [future.result() for future in futures]
-
-
-def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        expected = " or ".join(f'"{choice}"' for choice in choices)
-        raise UnsupportedError(f"{name} is {value!r}. Expected {expected}")
-
-
-def _failed_guard(model: torch.nn.Module) -> Guard | None:
-    """The guard of the failure that tore this model's weights, if one did."""
-    reference, guard = _engines.get(model, (None, None))
-    if reference is None or guard is None:
-        return None
-    if guard.state is State.OPEN and reference() is not None:
-        raise UnsupportedError(
-            "the model is offloaded already. Call close() on its optimizer first"
-        )
-    return guard if guard.state is State.FAILED else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import os
+import weakref
 from typing import Any
 
 import torch
@@ -12,6 +13,12 @@ from smart_infinity.errors import (
     ForkedProcessError,
     OptimizerClosedError,
     OptimizerFailedError,
+    UnsupportedError,
+)
+
+# Weak in model and engine: an engine holds the model's modules, and must not keep them alive.
+_engines: weakref.WeakKeyDictionary[torch.nn.Module, tuple[weakref.ref[Any], Guard]] = (
+    weakref.WeakKeyDictionary()
 )
 
 
@@ -79,3 +86,24 @@ class Guard:
         """Take the alarms off the model, which has been offloaded anew."""
         for alarm in self._alarms:
             alarm.remove()
+
+
+def remember(model: torch.nn.Module, engine: object, guard: Guard) -> None:
+    """The model is offloaded by this engine, or was torn by it."""
+    _engines[model] = weakref.ref(engine), guard
+
+
+def failed_guard(model: torch.nn.Module) -> Guard | None:
+    """The guard of the failure that tore this model's weights, if one did.
+
+    Raises:
+        UnsupportedError: the model is offloaded.
+    """
+    reference, guard = _engines.get(model, (None, None))
+    if reference is None or guard is None:
+        return None
+    if guard.state is State.OPEN and reference() is not None:
+        raise UnsupportedError(
+            "the model is offloaded already. Call close() on its optimizer first"
+        )
+    return guard if guard.state is State.FAILED else None

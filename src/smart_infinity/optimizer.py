@@ -56,6 +56,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Run SmartUpdate on all devices; the updated weights are in the model on return.
 
+        With ``overlap=True`` it returns when the devices have begun, and an error of theirs is
+        raised by whatever waits for them next: a forward, `synchronize`, the next step.
+
         A step with non-finite gradients is skipped: nothing moves, and `step_was_skipped` is
         true. Ctrl-C is deferred to the end of the step.
 
@@ -73,6 +76,18 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         # Schedulers made from the source optimizer check that it steps before they do.
         self._source._opt_called = True  # type: ignore[attr-defined]
         return loss
+
+    def synchronize(self) -> None:
+        """Wait until the last step is committed, and its weights are in the model.
+
+        With ``overlap=True`` a step is still under way when `step()` returns. Modules, and
+        everything that this library offers, wait by themselves; call this before reading or
+        changing parameters in any other way.
+
+        Raises:
+            DeviceIOError: a device failed; the step before is intact.
+        """
+        self._engine.synchronize()
 
     @property
     def step_was_skipped(self) -> bool:
@@ -181,13 +196,13 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             DeviceFullError: a file system has less free space than the state takes.
             StateExistsError: there is a snapshot of this name.
         """
-        self._engine.guard()
+        self._engine.synchronize()
         with deferred_interrupt():
             snapshots.take(self._keepers(), name)
 
     def snapshots(self) -> list[Snapshot]:
         """The snapshots that every device holds, oldest first."""
-        self._engine.guard()
+        self._engine.synchronize()
         return snapshots.complete(self._keepers())
 
     def restore(self, name: str) -> None:
@@ -203,7 +218,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def remove_snapshot(self, name: str) -> None:
         """Remove a snapshot from all devices."""
-        self._engine.guard()
+        self._engine.synchronize()
         snapshots.find(self._keepers(), name)
         snapshots.remove(self._keepers(), name)
 
@@ -236,7 +251,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         Raises:
             DeviceFullError: there is no room for the snapshot; ``keep_snapshots=0`` makes none.
         """
-        self._engine.guard()
+        self._engine.synchronize()
         self._keep_step()
         groups: list[dict[str, Any]] = []
         position = 0
@@ -245,7 +260,17 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             own["params"] = list(range(position, position + len(group["params"])))
             position += len(group["params"])
             groups.append(own)
-        return {"state": {}, "param_groups": groups, "smart_infinity": self._engine.manifest()}
+        return {"state": {}, "param_groups": groups, "smart_infinity": self._manifest()}
+
+    def _manifest(self) -> dict[str, str | int]:
+        """Which state this is."""
+        engine = self._engine
+        return {
+            "set_uuid": engine.set_uuid,
+            "layout_hash": engine.layout.hash(),
+            "step": engine.step_id[1],
+            "attempt": engine.step_id[2].hex(),
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go back to the step of a manifest: the committed one, or one with a snapshot.
@@ -253,8 +278,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         Raises:
             StateMismatchError: the manifest is of another set, or its step is no longer there.
         """
-        self._engine.guard()
-        seen, expected = state_dict.get("smart_infinity"), self._engine.manifest()
+        self._engine.synchronize()
+        seen, expected = state_dict.get("smart_infinity"), self._manifest()
         if seen is None:
             raise StateMismatchError(
                 "the state_dict is not a manifest of an offloaded optimizer. Expected what "

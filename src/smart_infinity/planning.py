@@ -85,6 +85,19 @@ def parse_bytes(value: int | str | None) -> int | None:
     )
 
 
+def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    """Refuse an argument that is none of its choices."""
+    if value not in choices:
+        expected = " or ".join(f'"{choice}"' for choice in choices)
+        raise UnsupportedError(f"{name} is {value!r}. Expected {expected}")
+
+
+def check_count(name: str, value: object, least: int) -> None:
+    """Refuse an argument that is no whole number, or a smaller one."""
+    if type(value) is not int or value < least:
+        raise UnsupportedError(f"{name} is {value!r}. Expected {least} or more")
+
+
 def check_memory(layout: Layout) -> None:
     """Refuse gradients that do not fit into the memory now free (a budget was not given)."""
     sizes = (spec.numel * ITEMSIZE[FORMAT_OF_DTYPE[spec.dtype]] for spec in layout.parameters)

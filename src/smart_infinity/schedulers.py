@@ -87,3 +87,13 @@ class StepPattern:
         """That commit is durable."""
         self.intervals, self.expected, self.calls = intervals, expected, 0
         self._has_begun = True
+
+    def resumed(self, intervals: list[int], calls: int) -> None:
+        """Go on behind that commit; ``calls`` have come since, or are made now.
+
+        Where none was ever committed a crash may have cut off the first one: that interval says
+        nothing about the next.
+        """
+        self.committed(intervals, calls)
+        self.calls = calls
+        self._has_begun = bool(intervals or calls)

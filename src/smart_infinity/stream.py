@@ -8,6 +8,7 @@ answers for it.
 
 from __future__ import annotations
 
+import logging
 import math
 import struct
 import weakref
@@ -15,16 +16,22 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
+from smart_infinity.ahead import Ahead
+from smart_infinity.arrivals import Arrivals
 from smart_infinity.devices.base import NO_PENDING, Device, Pending
 from smart_infinity.errors import OffloadedGradientError, UnsupportedError
+from smart_infinity.gate import Gate
 from smart_infinity.gradients import OffloadedGradient
 from smart_infinity.kernels.formats import FORMAT_OF_DTYPE
 from smart_infinity.kernels.landing import NONFINITE_BITS
 from smart_infinity.layout import Layout
 from smart_infinity.link import HostLink
 from smart_infinity.weights import DTYPES, words_of
+
+logger = logging.getLogger("smart_infinity")
 
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 
@@ -38,6 +45,9 @@ class GradientStream:
         devices: by index.
         link: the host link.
         guard: called before anything touches a device; raises where the engine must not be used.
+        arrivals: the step under way; a landed gradient is not changed before it was used.
+        gate: told of each gradient that backward computes, if steps overlap.
+        ahead: told of each such gradient that has landed, if devices begin before the step.
     """
 
     def __init__(
@@ -47,14 +57,18 @@ class GradientStream:
         devices: Sequence[Device],
         link: HostLink,
         guard: Callable[[], None],
+        arrivals: Arrivals,
+        gate: Gate | None,
+        ahead: Ahead | None,
     ) -> None:
         self.layout = layout
         self._parameters, self._devices, self._link = parameters, devices, link
-        self.guard = guard
+        self.guard, self._arrivals, self._gate, self._ahead = guard, arrivals, gate, ahead
         # What each landed gradient still has to be multiplied and clamped with, and its largest
         # magnitude bits.
         self._pending: list[Pending] = [NO_PENDING] * len(parameters)
         self._peaks = [0] * len(parameters)
+        self._warned_of_skip = False
         self.gradients = [OffloadedGradient(self, i, p) for i, p in enumerate(parameters)]
         self._grad_dtypes = [parameter.grad_dtype for parameter in parameters]
         self._handles = [
@@ -74,19 +88,25 @@ class GradientStream:
         reference = weakref.ref(self)
 
         def hand_over(parameter: torch.Tensor) -> None:
-            gradient, stream = parameter.grad, reference()
-            # A second backward has added to the offloaded gradient by itself (``add_``).
-            if (
-                stream is not None
-                and gradient is not None
-                and type(gradient) is not OffloadedGradient
-            ):
-                stream.land(index, gradient)
-                parameter.grad = stream.gradients[index]
+            stream = reference()
+            if stream is not None:
+                stream.receive(index, parameter)
 
         return hand_over
 
-    def collect(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    def receive(self, index: int, parameter: torch.Tensor) -> None:
+        """Autograd has computed a gradient of the parameter."""
+        if self._gate is not None:
+            self._gate.check_use(index)
+        gradient = parameter.grad
+        # A second backward has added to the offloaded gradient by itself (``add_``).
+        if gradient is not None and type(gradient) is not OffloadedGradient:
+            self.land(index, gradient)
+            parameter.grad = self.gradients[index]
+        if self._ahead is not None:
+            self._ahead.landed(index)
+
+    def collect(self) -> npt.NDArray[np.bool_]:
         """Which parameters have a gradient; dense ones that the user assigned are landed first."""
         active = np.zeros(len(self._parameters), np.bool_)
         for index, parameter in enumerate(self._parameters):
@@ -128,6 +148,7 @@ class GradientStream:
         """Carry a gradient to the devices; ``store(zone, run, form, words)`` returns its peak."""
         self.guard()
         words, form = self._words(index, gradient)
+        self._arrivals.wait(index)
         peak = 0
         for device, run in self.layout.runs_of[index]:
             own = self.layout.devices[device].runs[run]
@@ -140,6 +161,7 @@ class GradientStream:
     def clear(self, index: int) -> None:
         """Make the landed gradient zero; it stays present."""
         self.guard()
+        self._arrivals.wait(index)
         for device, run in self.layout.runs_of[index]:
             self._devices[device].gradients.clear(run)
         self._peaks[index], self._pending[index] = 0, NO_PENDING
@@ -172,6 +194,7 @@ class GradientStream:
         """Apply what is pending to the landed gradient, in fp32, on the devices."""
         pending, peak = self._pending[index], 0
         if pending != NO_PENDING:
+            self._arrivals.wait(index)
             for device, run in self.layout.runs_of[index]:
                 peak = max(peak, self._devices[device].gradients.fold(run, pending))
             self._peaks[index], self._pending[index] = peak, NO_PENDING
@@ -213,6 +236,21 @@ class GradientStream:
         if low == -math.inf or high == math.inf:
             return False
         return math.isfinite(self.norm(index, math.inf))
+
+    def are_finite(self, active: npt.NDArray[np.bool_], step: int) -> bool:
+        """Whether all these gradients are; the first time that a step is skipped, say why."""
+        for index in np.flatnonzero(active).tolist():
+            if not self.is_finite(index):
+                if not self._warned_of_skip:
+                    self._warned_of_skip = True
+                    logger.warning(
+                        "step %d skipped: the gradient of %s is not finite; nothing moved. Later "
+                        "skips are not logged, see optimizer.step_was_skipped",
+                        step,
+                        self.name(index),
+                    )
+                return False
+        return True
 
     def to_dense(self, index: int) -> torch.Tensor:
         """Fetch a gradient as a dense fp32 tensor of the parameter's shape."""

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from smart_infinity.arrivals import Arrivals
 from smart_infinity.devices.base import Words
 from smart_infinity.errors import UnsupportedError
 from smart_infinity.layout import Layout, Piece, Record
@@ -42,6 +43,7 @@ class HostWeights:
         parameters: by index.
         owners: by index, every (module, attribute) under which the model holds the parameter.
         link: the host link.
+        arrivals: told of each piece that is delivered.
     """
 
     def __init__(
@@ -50,8 +52,10 @@ class HostWeights:
         parameters: Sequence[torch.nn.Parameter],
         owners: Sequence[Sequence[tuple[torch.nn.Module, str]]],
         link: HostLink,
+        arrivals: Arrivals,
     ) -> None:
         self._layout, self._parameters, self._owners, self._link = layout, parameters, owners, link
+        self._arrivals = arrivals
         self._first_piece = [
             np.cumsum([0] + [len(record.pieces) for record in device.records]).tolist()
             for device in layout.devices
@@ -109,6 +113,10 @@ class HostWeights:
                     edited[device].add(bisect_right(self._first_piece[device], number) - 1)
         return [frozenset(numbers) for numbers in edited]
 
+    def num_pieces(self, index: int) -> int:
+        """In how many pieces a parameter is delivered."""
+        return len(self._pieces_of[index])
+
     def announce(self, active: npt.NDArray[np.bool_]) -> None:
         """Tell autograd that the active parameters were written."""
         written = [self._parameters[index] for index in np.flatnonzero(active).tolist()]
@@ -135,6 +143,7 @@ class HostWeights:
         self._link.carry("weights_to_host", words)
         self._words[piece.parameter][piece.start : piece.start + piece.length] = words
         self._fingerprints[device][number] = checksum(words)
+        self._arrivals.arrived(piece.parameter)
 
     def _digest(self, index: int, start: int, length: int) -> int:
         return checksum(self._words[index][start : start + length])

@@ -61,7 +61,7 @@ class Counts:
     """Acknowledged, and gone after a kill."""
     mismatched_steps: int = 0
     scheduler_lags: int = 0
-    """Runs whose scheduler lags by one, which a kill within the very first step may cause."""
+    """Runs whose scheduler lags, which kills before its first committed call may cause."""
     problems: list[str] = field(default_factory=list)
 
     def add(self, other: Counts) -> None:
@@ -163,7 +163,7 @@ class _Run:
         name = f"{own.optimizer} {own.dtype} on {own.devices} device(s), run {self.number}"
         try:
             states = self._attempts(counts, lineage)
-            counts.scheduler_lags = int(1 in lineage.unscheduled)
+            counts.scheduler_lags = int(bool(lineage.unscheduled))
             self._compare(counts, lineage, states)
         except (ChildError, BrokenLineageError) as error:
             counts.problems.append(f"attempt {counts.attempts - 1}: {error}")

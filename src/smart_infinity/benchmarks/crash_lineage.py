@@ -19,9 +19,9 @@ class Lineage:
     resumes says. Everything else is fixed: an acknowledged step is never lost, a step that was
     not begun is never there, and weights, scheduler and counter are those of that very step.
 
-    One exception is stated and counted. Before the second step the engine cannot know how often
-    the scheduler is stepped; so a kill between the commit of the first step and the scheduler's
-    step that follows loses that one, and the scheduler lags by one from then on.
+    One exception is stated and counted. Until a first call of the scheduler has been committed the
+    engine cannot know how often it is stepped; so a kill between the commit of the first step and
+    the scheduler's step that follows loses that one, and the scheduler lags by one from then on.
     """
 
     inputs: list[StepInputs] = field(default_factory=list)
@@ -68,7 +68,7 @@ class Lineage:
         missing = event.step - len(self.unscheduled) - event.scheduler_steps
         if missing == 1:
             self.unscheduled.append(event.step)
-        if missing and (missing, event.step) != (1, 1):
+        if missing and (missing, event.scheduler_steps) != (1, 0):
             self.problems.append(
                 f"attempt {attempt} resumed at step {event.step} with a scheduler that lags by "
                 f"{missing}"

@@ -46,7 +46,12 @@ def check_specs(devices: object) -> list[str]:
 
 
 def open_devices(
-    specs: Sequence[str], layout: Layout, *, in_place: bool = False, check_reads: bool = False
+    specs: Sequence[str],
+    layout: Layout,
+    *,
+    in_place: bool = False,
+    check_reads: bool = False,
+    updates_early: bool = False,
 ) -> Iterator[Device]:
     """Open the devices of the layout, in its order; for the options see `LocalDevice`.
 
@@ -64,4 +69,5 @@ def open_devices(
             computing,
             in_place=in_place,
             check_reads=check_reads,
+            updates_early=updates_early,
         )

@@ -17,11 +17,11 @@ import numpy as np
 import numpy.typing as npt
 
 from smart_infinity.layout import Piece, Record
-from smart_infinity.storage.handler import Timings
 from smart_infinity.storage.ledger import LedgerContents, LedgerRecord, StepId
 from smart_infinity.storage.snapshots import Snapshots
 from smart_infinity.storage.store import Commit
 from smart_infinity.storage.superblock import Superblock
+from smart_infinity.storage.tasklets import Timings
 
 Words = npt.NDArray[Any]  # uint16 for bf16 and fp16 words, float32 for fp32
 Pending = tuple[float, float, float]  # factor, low, high: clamp(gradient * factor, low, high)
@@ -58,6 +58,18 @@ class StepPlan:
     step_id: StepId
     table: npt.NDArray[np.float32]
     edited: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class EarlyPlan:
+    """What the host tells every device about a step that is to come.
+
+    Attributes:
+        table: the one to be expected, if records may be updated before the step is made; None if
+            they are only to be read ahead.
+    """
+
+    table: npt.NDArray[np.float32] | None
 
 
 class GradientMemory(ABC):
@@ -161,6 +173,22 @@ class Device(ABC):
     @abstractmethod
     def update(self, plan: StepPlan, host: HostPort) -> None:
         """SmartUpdate: run the optimizer over all records (csQueueComputeRequest)."""
+
+    @abstractmethod
+    def begin_early(self, early: EarlyPlan) -> None:
+        """Begin to work for the next step; the last one has delivered all of its weights."""
+
+    @abstractmethod
+    def gradient_complete(self, parameter: int) -> None:
+        """The gradient of a parameter has landed as the next step is going to use it."""
+
+    @abstractmethod
+    def drop_early(self) -> None:
+        """Give up what was begun for the next step."""
+
+    @abstractmethod
+    def allow_writes(self) -> None:
+        """The last step is complete on every device: what comes next may be written."""
 
     @abstractmethod
     def commit(self, commit: Commit) -> None:

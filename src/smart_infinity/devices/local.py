@@ -4,39 +4,26 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
-from smart_infinity.devices.base import (
-    Device,
-    HostPort,
-    StepPlan,
-    Words,
-)
-from smart_infinity.devices.memory import LandingZone, landing_zone_nbytes, word_sources
-from smart_infinity.devices.tables import block_tables, piece_tables, records_of_runs
+from smart_infinity.devices.base import Device, EarlyPlan, HostPort, StepPlan
+from smart_infinity.devices.compute import ComputeEngine, Edits, Floats
+from smart_infinity.devices.early import Early, EarlyWords, EarlyWork, early_words_nbytes
+from smart_infinity.devices.memory import LandingZone, landing_zone_nbytes, num_buffers
+from smart_infinity.devices.tables import records_of_runs, touched_records
 from smart_infinity.errors import (
     DeviceFullError,
     DeviceIOError,
-    DeviceMemoryError,
     DeviceSpecError,
 )
-from smart_infinity.kernels import OPTIMIZERS, encode_record, load_masters, merge_edits
-from smart_infinity.kernels.formats import FORMAT_OF_DTYPE
 from smart_infinity.kernels.frame import T_ACTIVE
-from smart_infinity.layout import Layout, Piece, Record
+from smart_infinity.layout import Layout, Record
 from smart_infinity.storage import slots
 from smart_infinity.storage.blockfile import direct_io_refusal
-from smart_infinity.storage.checksums import StateChecksum, state_checksum
-from smart_infinity.storage.handler import (
-    Buffer,
-    Compute,
-    Timings,
-    TransferHandler,
-    buffer_nbytes,
-)
+from smart_infinity.storage.handler import TransferHandler
 from smart_infinity.storage.ledger import LedgerContents, LedgerRecord
 from smart_infinity.storage.lock import DeviceLock
 from smart_infinity.storage.snapshots import Snapshots
@@ -48,10 +35,9 @@ from smart_infinity.storage.superblock import (
     read_superblock,
     write_superblock,
 )
+from smart_infinity.storage.tasklets import Buffer, Compute, Places, Timings, buffer_nbytes
 
 logger = logging.getLogger("smart_infinity")
-
-Floats = npt.NDArray[np.float32]
 
 
 class LocalDevice(Device):
@@ -65,6 +51,7 @@ class LocalDevice(Device):
         computing: how many workers may compute at once; the devices of a set share it.
         in_place: steps overwrite the state that they read (``durability="none"``).
         check_reads: check the checksum of every state record that a step reads.
+        updates_early: room is made for weights that are computed before their step.
     """
 
     def __init__(
@@ -77,20 +64,23 @@ class LocalDevice(Device):
         *,
         in_place: bool = False,
         check_reads: bool = False,
+        updates_early: bool = False,
     ) -> None:
         self.path = directory
         self.gradients: LandingZone
+        self._early: EarlyWork  # there with the handler
         self._in_place, self._check_reads = in_place, check_reads
+        self._updates_early = updates_early
         self._layout, self._plan = layout, layout.devices[index]
         self._num_workers, self._computing = num_workers, computing
-        self._kernel = OPTIMIZERS[layout.optimizer].update
-        self._pieces = piece_tables(layout, self._plan)
-        self._blocks = block_tables(self._pieces, self._plan)
-        self._record_of_run = records_of_runs(self._plan)
+        self._engine = ComputeEngine(layout, self._plan)
+        self._records_of_run = records_of_runs(self._plan)
         self._timings = Timings()
         self._written: dict[int, tuple[int, int]] = {}
         self._longest = max((record.length for record in self._plan.records), default=0)
         self._handler: TransferHandler | None = None
+        self._early_words: EarlyWords | None = None
+        self._places = np.zeros(len(self._plan.records), np.uint8)
         self._created = False
         slots.require_directory(directory)
         self._lock = DeviceLock(directory)
@@ -131,38 +121,28 @@ class LocalDevice(Device):
         available = slots.free_nbytes(self.path)
         try:
             if available < needed:
-                raise self._full(needed, available)
+                raise slots.full(self.path, needed, available)
             self._store.create(in_place=self._in_place)
             self._start_handler()
         except DeviceIOError as error:
             self.abandon()
             if error.operation == "reserve":
-                raise self._full(needed, available) from error
+                raise slots.full(self.path, needed, available) from error
             raise
         except DeviceFullError:
             self.abandon()
             raise
 
-    def _full(self, needed: int, available: int) -> DeviceFullError:
-        return DeviceFullError(
-            f"device {self.path}: the state needs {needed} bytes here and the file system has "
-            f"{available} free. Free some space, or add a device; nothing was left reserved"
-        )
-
     def attach(self, device_memory: int | None) -> None:
         """See `Device.attach`."""
         zone = landing_zone_nbytes(self._plan)
+        if self._updates_early:
+            zone += early_words_nbytes(self._layout, self._plan)
         each = buffer_nbytes(self._layout, self._longest)
-        if device_memory is not None:
-            if device_memory < zone + each:
-                raise DeviceMemoryError(
-                    f"device {self.path}: device_memory is {device_memory} bytes, but the landing "
-                    f"zone for gradients needs {zone} and one transfer buffer {each}. Expected at "
-                    f"least {zone + each} bytes; raise device_memory or add devices"
-                )
-            if each:  # a device may hold nothing at all
-                self._num_workers = min(self._num_workers, (device_memory - zone) // each)
+        self._num_workers = num_buffers(self.path, device_memory, zone, each, self._num_workers)
         self.gradients = LandingZone(self._plan)
+        if self._updates_early:
+            self._early_words = EarlyWords(self._layout, self._plan)
 
     def abandon(self) -> None:
         """See `Device.abandon`."""
@@ -183,14 +163,7 @@ class LocalDevice(Device):
         """See `Device.initialize`."""
 
         def compute(record: Record, state: Floats, buffer: Buffer) -> int | None:
-            tensors = state.reshape(self._layout.num_state_tensors, record.length)
-            for index, piece in enumerate(record.pieces):
-                words = host.fetch_weights(record, index, piece)
-                place = slice(piece.record_offset, piece.record_offset + piece.length)
-                form = formats[piece.parameter]
-                load_masters(form, tensors[0, place], *word_sources(form, words))
-                tensors[1:, place] = np.array(moments[piece.parameter], np.float32)[:, None]
-            return self._checksum(record, buffer)
+            return self._engine.initialize(record, state, buffer, host, formats, moments)
 
         self._store.reserve_blob(len(commit.blob))
         self._written = {}
@@ -216,9 +189,10 @@ class LocalDevice(Device):
             if error.operation != "reserve":
                 raise
             available = slots.free_nbytes(self.path)
-            raise self._full(self._store.state_nbytes, available) from error
+            raise slots.full(self.path, self._store.state_nbytes, available) from error
         self._start_handler()
         self._store.settle(record)
+        self._places = record.places
         mend_documents(self.path)
         self.snapshots.remove_half_made()
         self._written = {}
@@ -227,63 +201,106 @@ class LocalDevice(Device):
         """See `Device.restore`."""
 
         def compute(record: Record, state: Floats, buffer: Buffer) -> int | None:
-            self._require(record, self._checksum(record, buffer))
-            encode_record(state, self._pieces[record.index], buffer.words16, buffer.words32)
-            self._deliver(record, buffer, host, None)
+            self._require(record, self._places, self._engine.checksum(record, buffer))
+            self._engine.encode(record, state, buffer)
+            self._engine.deliver(record, buffer, host, None)
             return None
 
-        self._run(self._plan.records, compute, self.committed.places)
+        self.drop_early()
+        self._places = self.committed.places
+        self._run(self._plan.records, compute, self._places)
         return self._store.read_blob(self.committed)
 
     # --- the step ----------------------------------------------------------------------------
 
+    def begin_early(self, early: EarlyPlan) -> None:
+        """See `Device.begin_early`."""
+        self.drop_early()
+        own = Early(self._plan, early, self.gradients, self._written)
+        device = weakref.ref(self)  # threads must not keep a device that is dropped
+
+        def compute(record: Record, state: Floats, buffer: Buffer) -> int | None:
+            self = device()
+            return None if self is None else self._update_early(own, record, state, buffer)
+
+        self._early.begin(own, compute, self._places)
+
+    def _update_early(
+        self, early: Early, record: Record, state: Floats, buffer: Buffer
+    ) -> int | None:
+        if early.table is None or self._early_words is None:
+            return None
+        versions = early.versions(record)
+        check = self._check_of(record, early.walk.places, early.previous.get(record.index))
+        checksum = self._engine.update(
+            record, state, buffer, self.gradients, early.table, [], check
+        )
+        self._early_words.keep(record, buffer)
+        early.used(record, versions)
+        return checksum
+
+    def gradient_complete(self, parameter: int) -> None:
+        """See `Device.gradient_complete`."""
+        self._early.complete(parameter)
+
+    def drop_early(self) -> None:
+        """See `Device.drop_early`."""
+        if self._handler is not None:
+            self._early.drop()
+
+    def allow_writes(self) -> None:
+        """See `Device.allow_writes`."""
+        self._early.allow_writes()
+
     def update(self, plan: StepPlan, host: HostPort) -> None:
         """See `Device.update`: every record that a gradient or an edit touches, forward order."""
         active = plan.table[:, T_ACTIVE] != 0
-        records = [
-            record
-            for record in self._plan.records
-            if record.index in plan.edited or any(active[p.parameter] for p in record.pieces)
-        ]
+        records = touched_records(self._plan, active, plan.edited)
+        edits: dict[int, Edits] = {}
 
         def compute(record: Record, state: Floats, buffer: Buffer) -> int | None:
-            num_tensors = self._layout.num_state_tensors
-            tensors = state.reshape(num_tensors, record.length)
-            before, after = StateChecksum(num_tensors), StateChecksum(num_tensors)
-            edits = self._edits(record, host)
-            if edits and self._check_reads:
-                self._require(record, self._checksum(record, buffer))
-            self._merge(edits, state)
-            for begin, end, pieces in self._blocks[record.index]:
-                if self._check_reads and not edits:
-                    before.update(tensors[:, begin:end])
-                self._kernel(
-                    state,
-                    record.length,
-                    self.gradients.grads16,
-                    self.gradients.grads32,
-                    self.gradients.formats,
-                    pieces,
-                    plan.table,
-                    buffer.words16,
-                    buffer.words32,
-                )
-                after.update(tensors[:, begin:end])
-            padding = buffer.bytes[state.nbytes : self._layout.record_nbytes(record.length)]
-            if self._check_reads and not edits:
-                self._require(record, before.digest(padding))
-            self._deliver(record, buffer, host, active)
-            return after.digest(padding)
+            own = edits.get(record.index) or self._engine.find_edits(record, host)
+            check = self._check_of(record, places)
+            checksum = self._engine.update(
+                record, state, buffer, self.gradients, plan.table, own, check
+            )
+            self._engine.deliver(record, buffer, host, active)
+            return checksum
 
-        self._written = {}
+        assert self._handler is not None, "create() or settle() comes first"
+        early = self._early.take()
+        places = self._places
         if self._in_place:
             self._store.mark_dirty(plan.step_id)
-        self._timings = self._run(records, compute, self.committed.places)
+        else:
+            # Before the first weight leaves: from then on the next step may be begun.
+            self._places = places.copy()
+            self._places[[record.index for record in records]] ^= 1
+        kept: list[Record] = []
+        if early is None:
+            self._written = {}
+            walk = self._handler.begin(
+                records, compute, places, self._written, is_ready=True, may_write=True
+            )
+        else:
+            self._written, walk = early.written, early.walk
+            computed = self._handler.pause(walk)
+            done = [own for own in records if own.index in computed]
+            foreseen = [own for own in done if early.stands(own, plan.table)]
+            edits = {own.index: self._engine.find_edits(own, host) for own in foreseen}
+            kept = [own for own in foreseen if not edits[own.index]]
+            self._handler.plan_anew(walk, records, {own.index for own in kept}, compute)
+            self._handler.allow_writes(walk)
+        for record in kept:
+            assert self._early_words is not None
+            for index, piece in enumerate(record.pieces):
+                host.deliver_weights(record, index, piece, self._early_words.of(piece))
+        self._timings = self._handler.wait(walk)
 
     def commit(self, commit: Commit) -> None:
         """See `Device.commit`."""
         self._store.commit(commit, self._written)
-        self._written = {}
+        self._places = self.committed.places
 
     def reserve_blob(self, nbytes: int) -> None:
         """See `Device.reserve_blob`."""
@@ -298,14 +315,14 @@ class LocalDevice(Device):
         """See `Device.committed`."""
         return self._store.record
 
-    def read_state(self, run: int) -> list[npt.NDArray[np.float32]]:
+    def read_state(self, run: int) -> list[Floats]:
         """See `Device.read_state`."""
         own = self._plan.runs[run]
         out = np.empty((self._layout.num_state_tensors, own.length), np.float32)
 
         def compute(record: Record, state: Floats, buffer: Buffer) -> int | None:
             if self._check_reads:
-                self._require(record, self._checksum(record, buffer))
+                self._require(record, self._places, self._engine.checksum(record, buffer))
             tensors = state.reshape(self._layout.num_state_tensors, record.length)
             for piece in record.pieces:
                 if piece.run == run:
@@ -314,8 +331,9 @@ class LocalDevice(Device):
                     out[:, begin : begin + piece.length] = tensors[:, place]
             return None
 
-        records = [self._plan.records[index] for index in self._record_of_run[run]]
-        self._run(records, compute, self.committed.places)
+        self.drop_early()
+        records = [self._plan.records[index] for index in self._records_of_run[run]]
+        self._run(records, compute, self._places)
         return list(out)
 
     @property
@@ -325,6 +343,7 @@ class LocalDevice(Device):
 
     def close(self) -> None:
         """See `Device.close`."""
+        self.drop_early()
         self._close_files()
         self._lock.release()
 
@@ -334,61 +353,45 @@ class LocalDevice(Device):
         self,
         records: Sequence[Record],
         compute: Compute,
-        places: npt.NDArray[np.uint8] | None,
+        places: Places | None,
     ) -> Timings:
         assert self._handler is not None, "create() or settle() comes first"
         return self._handler.run(records, compute, places, self._written)
 
-    def _checksum(self, record: Record, buffer: Buffer) -> int:
-        data = buffer.bytes[: self._layout.record_nbytes(record.length)]
-        return state_checksum(data, record.length, self._layout.num_state_tensors)
+    def _check_of(
+        self, record: Record, places: Places | None, written: tuple[int, int] | None = None
+    ) -> Callable[[int], None] | None:
+        """With ``verify="read"``: what a checksum is given to; ``written``: not committed yet."""
+        if not self._check_reads or places is None:
+            return None
+        return lambda checksum: self._require(record, places, checksum, written)
 
-    def _require(self, record: Record, checksum: int) -> None:
-        """Refuse a record that differs from what was committed."""
-        committed = self.committed
-        if checksum != int(committed.checksums[record.index]):
-            place = slots.STATE[int(committed.places[record.index])]
-            what = f"state record {record.index} in {place}"
-            raise self._store.corrupt(what, committed.step)
-
-    def _edits(self, record: Record, host: HostPort) -> list[tuple[Piece, Words]]:
-        """The pieces whose words the user has changed since they were delivered."""
-        fetched = [
-            (piece, host.edited_weights(record, index, piece))
-            for index, piece in enumerate(record.pieces)
-        ]
-        return [(piece, words) for piece, words in fetched if words is not None]
-
-    def _merge(self, edits: Sequence[tuple[Piece, Words]], state: Floats) -> None:
-        for piece, words in edits:
-            form = FORMAT_OF_DTYPE[self._layout.parameters[piece.parameter].dtype]
-            masters = state[piece.record_offset : piece.record_offset + piece.length]
-            merge_edits(form, masters, *word_sources(form, words))
-
-    def _deliver(
+    def _require(
         self,
         record: Record,
-        buffer: Buffer,
-        host: HostPort,
-        active: npt.NDArray[np.bool_] | None,
+        places: Places,
+        checksum: int,
+        written: tuple[int, int] | None = None,
     ) -> None:
-        for index, piece in enumerate(record.pieces):
-            if active is not None and not active[piece.parameter]:
-                continue
-            place = slice(piece.record_offset, piece.record_offset + piece.length)
-            is_float32 = self._layout.parameters[piece.parameter].dtype == "float32"
-            words: Words = buffer.words32[place] if is_float32 else buffer.words16[place]
-            host.deliver_weights(record, index, piece, words)
+        """Refuse a record that differs from what was committed."""
+        committed = self.committed
+        if checksum != (written[1] if written else int(committed.checksums[record.index])):
+            what = f"state record {record.index} in {slots.STATE[int(places[record.index])]}"
+            raise self._store.corrupt(what, committed.step)
 
     def _start_handler(self) -> None:
         self._handler = TransferHandler(
             self._layout,
             self._store.files,
             self._num_workers,
+            self._num_workers,
             self._longest,
             self._computing,
             self.path,
             in_place=self._in_place,
+        )
+        self._early = EarlyWork(
+            self._layout, self._plan, self._handler, may_write=not self._in_place
         )
 
     def _close_files(self) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import numpy as np
 import numpy.typing as npt
 
 from smart_infinity.devices.base import NO_PENDING, GradientMemory, Pending, Words
+from smart_infinity.errors import DeviceMemoryError
 from smart_infinity.kernels import landing
 from smart_infinity.kernels.formats import F32
 from smart_infinity.kernels.frame import decode, scale_and_clamp
@@ -19,6 +23,27 @@ _NO_FLOATS = np.zeros(0, np.float32)
 def landing_zone_nbytes(plan: DevicePlan) -> int:
     """Address space of a device's landing zone: 4 bytes per element, plus 8 per block."""
     return 4 * plan.num_elements + 8 * plan.num_blocks
+
+
+def num_buffers(path: str, budget: int | None, zone: int, each: int, wanted: int) -> int:
+    """How many transfer buffers a budget leaves room for.
+
+    Args:
+        path: the device's directory, for the error.
+        budget: ``device_memory`` in bytes, or None.
+        zone: bytes for gradients and weights that wait for the update.
+        each: bytes of a buffer; 0 on a device that holds nothing.
+        wanted: as many as are of use.
+    """
+    if budget is None or (not each and budget >= zone):
+        return wanted
+    if budget < zone + each:
+        raise DeviceMemoryError(
+            f"device {path}: device_memory is {budget} bytes, but the landing zone for gradients "
+            f"needs {zone} and one transfer buffer {each}. Expected at least {zone + each} bytes; "
+            "raise device_memory or add devices"
+        )
+    return min(wanted, (budget - zone) // each)
 
 
 class LandingZone(GradientMemory):
@@ -35,16 +60,20 @@ class LandingZone(GradientMemory):
         self.grads16: npt.NDArray[np.uint16] = memory.view(np.uint16)
         self.grads32: npt.NDArray[np.float32] = memory.view(np.float32)
         self.formats = np.zeros(len(plan.runs), np.int64)
+        # By run; goes up before and after each change of a landed gradient, so that who has read
+        # one knows whether it was the one that lies here.
+        self.versions = np.zeros(len(plan.runs), np.int64)
         self._squares = np.zeros(plan.num_blocks, np.float64)
 
     def land(self, index: int, form: int, words: Words) -> int:
         """See `GradientMemory.land`."""
         run = self._runs[index]
-        self.formats[index] = form
-        zone16, zone32 = self._zones(run, form)
         source16, source32 = word_sources(form, words)
         squares = self._block_squares(run)
-        return int(landing.land(form, source16, source32, zone16, zone32, squares))
+        with self._changing(index):
+            self.formats[index] = form
+            zone16, zone32 = self._zones(run, form)
+            return int(landing.land(form, source16, source32, zone16, zone32, squares))
 
     def accumulate(self, index: int, form: int, words: Words, pending: Pending) -> int:
         """See `GradientMemory.accumulate`."""
@@ -55,21 +84,22 @@ class LandingZone(GradientMemory):
         source16, source32 = word_sources(form, words)
         squares = self._block_squares(run)
         factor, low, high = _as_float32(pending)
-        self.formats[index] = F32
-        return int(
-            landing.accumulate(
-                old_form,
-                zone16,
-                zone32,
-                factor,
-                low,
-                high,
-                form,
-                source16,
-                source32,
-                squares,
+        with self._changing(index):
+            self.formats[index] = F32
+            return int(
+                landing.accumulate(
+                    old_form,
+                    zone16,
+                    zone32,
+                    factor,
+                    low,
+                    high,
+                    form,
+                    source16,
+                    source32,
+                    squares,
+                )
             )
-        )
 
     def fold(self, index: int, pending: Pending) -> int:
         """See `GradientMemory.fold`."""
@@ -78,10 +108,11 @@ class LandingZone(GradientMemory):
     def clear(self, index: int) -> None:
         """See `GradientMemory.clear`."""
         run = self._runs[index]
-        zone16, zone32 = self._zones(run, int(self.formats[index]))
-        zone16[:] = 0
-        zone32[:] = 0
-        self._block_squares(run)[:] = 0
+        with self._changing(index):
+            zone16, zone32 = self._zones(run, int(self.formats[index]))
+            zone16[:] = 0
+            zone32[:] = 0
+            self._block_squares(run)[:] = 0
 
     def squares(self, index: int) -> npt.NDArray[np.float64]:
         """See `GradientMemory.squares`."""
@@ -104,6 +135,14 @@ class LandingZone(GradientMemory):
         if pending != NO_PENDING:
             scale_and_clamp(out, *_as_float32(pending))
         return out
+
+    @contextlib.contextmanager
+    def _changing(self, index: int) -> Iterator[None]:
+        self.versions[index] += 1
+        try:
+            yield
+        finally:
+            self.versions[index] += 1
 
     def _zones(self, run: Run, form: int) -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.float32]]:
         if form == F32:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 import numpy as np
 import numpy.typing as npt
 
@@ -13,7 +15,7 @@ from smart_infinity.kernels.frame import (
     P_OFFSET,
     PIECE_COLUMNS,
 )
-from smart_infinity.layout import DevicePlan, Layout
+from smart_infinity.layout import DevicePlan, Layout, Record
 
 
 def piece_tables(layout: Layout, plan: DevicePlan) -> list[npt.NDArray[np.int64]]:
@@ -72,3 +74,23 @@ def records_of_runs(plan: DevicePlan) -> list[list[int]]:
         for piece in record.pieces:
             found[piece.run].append(record.index)
     return found
+
+
+def records_of_parameters(layout: Layout, plan: DevicePlan) -> list[list[int]]:
+    """By parameter, the indices of the records that hold some of it."""
+    found: list[list[int]] = [[] for _ in layout.parameters]
+    for record in plan.records:
+        for parameter in {piece.parameter for piece in record.pieces}:
+            found[parameter].append(record.index)
+    return found
+
+
+def touched_records(
+    plan: DevicePlan, active: npt.NDArray[np.bool_], edited: Container[int]
+) -> list[Record]:
+    """The records that hold some of an active parameter, or edits; in forward order."""
+    return [
+        record
+        for record in plan.records
+        if record.index in edited or any(active[piece.parameter] for piece in record.pieces)
+    ]

@@ -17,7 +17,7 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator
 
-from smart_infinity.errors import DeviceIOError, DeviceSpecError
+from smart_infinity.errors import DeviceFullError, DeviceIOError, DeviceSpecError
 
 SUPERBLOCK, LAYOUT, LEDGER, LOCK = "superblock.json", "layout.json", "ledger", "lock"
 COPY_OF = {SUPERBLOCK: "superblock.copy.json", LAYOUT: "layout.copy.json"}
@@ -54,6 +54,14 @@ def free_nbytes(directory: str) -> int:
     """Bytes that this process may still write on the directory's file system."""
     status = os.statvfs(directory)
     return status.f_bavail * status.f_frsize
+
+
+def full(directory: str, needed: int, available: int) -> DeviceFullError:
+    """The error for a state that does not fit."""
+    return DeviceFullError(
+        f"device {directory}: the state needs {needed} bytes here and the file system has "
+        f"{available} free. Free some space, or add a device; nothing was left reserved"
+    )
 
 
 def disk_nbytes(directory: str) -> int:
