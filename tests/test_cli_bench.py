@@ -2,6 +2,7 @@
 
 import json
 import os
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -196,3 +197,31 @@ def test_kernel_measures_all_kernels(tmp_path: Path) -> None:
     assert content["ratio_denormal"] > 0
     assert content["compile_s"]["cold"] > content["compile_s"]["cached"] > 0
     assert content["rounds"] == 2
+
+
+def test_step_measures_all_modes_in_turns(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    (tmp_path / "device").mkdir()
+    output = tmp_path / "step.json"
+    result = invoke(
+        *["step", "--model", "gpt2-tiny", "--seq-len", 16, "--rounds", 2],
+        *["--devices", tmp_path / "device", "--json", output],
+    )
+    assert result.exit_code == 0, result.output
+    assert "the bound is" in " ".join(result.stdout.split())
+    content = read_strictly(output)
+    assert os.listdir(tmp_path / "device") == []
+    assert content["raw_gb_per_s"] > 0
+    modes = content["modes"]
+    assert modes.pop("deepspeed") is None
+    assert set(modes) == {"torch", "offload", "overlap", "overlap_unclipped", "cache"}
+    for own in modes.values():
+        assert len(own["steps"]) == 6
+        assert own["step_s"] == pytest.approx(statistics.median(own["steps"]))
+        parts = own["forward_s"] + own["backward_s"] + own["wait_s"]
+        assert 0 < parts < 2 * own["step_s"]
+        assert own["first_step_s"] > own["step_s"]
+        assert own["peak_bytes"] > 50e6
+    plain = modes["torch"]
+    compute = plain["forward_s"] + plain["backward_s"]
+    assert content["bound_s"] >= compute

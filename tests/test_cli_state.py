@@ -249,7 +249,7 @@ def killed_in_step_4(base: Path, *more: object) -> None:
 
         def die(self: Engine, *rest: Any) -> None:
             update(self, *rest[:3], rest[3])
-            if self.steps == 3:  # one device has committed step 4, perhaps
+            if self.steps == 4:  # one device has committed step 4, perhaps
                 os.kill(os.getpid(), signal.SIGKILL)
 
         Engine._update = die  # type: ignore[method-assign]

@@ -181,6 +181,13 @@ def test_every_optimizer_trains(optimizer: str, text: Path, tmp_path: Path) -> N
     assert first["grad_norm"] is None
 
 
+def test_a_trace_of_the_run(text: Path, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+    succeed(*TINY, "--text", text, *devices_in(tmp_path), "--steps", 2, "--trace", trace)
+    names = [event["name"] for event in json.loads(trace.read_text())]
+    assert names.count("step 1") == names.count("step 2") == 1
+
+
 def test_accumulation_and_float32(text: Path, tmp_path: Path) -> None:
     arguments = [*TINY, "--text", text, "--dtype", "float32", "--steps", 2]
     outputs = tmp_path / "one", tmp_path / "two"
@@ -258,6 +265,8 @@ def one_error(result: Result) -> str:
         (["--devices", "{tmp}/short"], "a file, expected a directory"),
         (["--devices", "{tmp}/device0"], "device0"),
         (["--output", "{tmp}/short"], "a file, expected a directory"),
+        (["--trace", "{tmp}/missing/trace.json"], "a file in an existing directory"),
+        (["--trace", "{tmp}"], "cannot be written"),
         (["--fresh", "--resume"], "exclude each other"),
         (["--steps", "0"], "--steps"),
         (["--batch-size", "0"], "--batch-size"),

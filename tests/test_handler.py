@@ -16,7 +16,7 @@ from smart_infinity.layout import ParameterSpec, Record, plan_layout
 from smart_infinity.storage import blockfile
 from smart_infinity.storage.blockfile import BlockFile, direct_io_refusal, observing
 from smart_infinity.storage.handler import TransferHandler
-from smart_infinity.storage.tasklets import Buffer, buffer_nbytes
+from smart_infinity.storage.tasklets import Buffer, Words, buffer_nbytes
 
 HANDLER_LAYOUT = plan_layout(
     [ParameterSpec("w", (20_500,), "float32")], "adamw", ("exp_avg", "exp_avg_sq"), 1, 1000
@@ -28,7 +28,11 @@ class Handled:
     """A handler over two real files."""
 
     def __init__(
-        self, directory: Path, num_workers: int, computing: threading.Semaphore | None = None
+        self,
+        directory: Path,
+        num_workers: int,
+        computing: threading.Semaphore | None = None,
+        num_cached: int = 0,
     ) -> None:
         self.num_workers = num_workers
         self.direct = direct_io_refusal(str(directory)) is None
@@ -43,6 +47,7 @@ class Handled:
             self.files,
             num_workers,
             num_workers,
+            num_cached,
             1000,
             computing or threading.Semaphore(1),
             "test",
@@ -271,7 +276,7 @@ def test_in_place_every_record_is_written_where_it_was_read(tmp_path: Path) -> N
     own = Handled(tmp_path, 2)
     own.fill()
     inside = TransferHandler(
-        HANDLER_LAYOUT, own.files[:1], 2, 2, 1000, threading.Semaphore(1), "test", in_place=True
+        HANDLER_LAYOUT, own.files[:1], 2, 2, 0, 1000, threading.Semaphore(1), "test", in_place=True
     )
     places = np.zeros(len(RECORDS), np.uint8)
     for done in (1, 2):
@@ -316,5 +321,6 @@ def test_the_nth_transfer_fails_for_every_n(
 def test_a_buffer_holds_one_record_and_its_words() -> None:
     assert buffer_nbytes(HANDLER_LAYOUT, 1000) == HANDLER_LAYOUT.record_nbytes(1000) + 6000
     buffer = Buffer(HANDLER_LAYOUT, 1000)
+    buffer.words = Words(1000)
     assert buffer.bytes.size == HANDLER_LAYOUT.record_nbytes(1000)
     assert not np.shares_memory(buffer.words16, buffer.words32)

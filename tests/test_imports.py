@@ -16,11 +16,11 @@ ROOT = "smart_infinity"
 # From the leaves to the roof: a module imports only from lower floors, and from its own room.
 FLOORS: list[set[str]] = [
     {"errors", "layout", "interrupts"},
-    {"kernels", "plain", "tensorfile"},
+    {"kernels", "plain", "tensorfile", "trace"},
     {"storage"},
     {"devices"},
     {"link", "snapshots", "arrivals"},
-    {"weights", "recipe", "recovery", "guard", "schedulers"},
+    {"weights", "recipe", "recovery", "guard", "schedulers", "timeline"},
     {
         "gate",
         "ahead",
@@ -35,6 +35,7 @@ FLOORS: list[set[str]] = [
     },
     {"stream", "tools"},
     {"engine"},
+    {"offloading"},
     {ROOT},  # the package's public names
     {"benchmarks"},
     {"cli"},
@@ -43,6 +44,7 @@ WITHOUT_TORCH = {
     "errors",
     "layout",
     "interrupts",
+    "trace",
     "tensorfile",
     "kernels",
     "storage",

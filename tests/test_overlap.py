@@ -150,6 +150,7 @@ def test_whoever_reads_weights_or_state_waits(reader: str, tmp_path: Path, valve
     model, optimizer = begin(tmp_path)
     once(model, optimizer, 0)
     gpt_loss(model, 1).backward()
+    optimizer.synchronize()
     valve.shut()
     optimizer.step()
     own = threading.Thread(target=READERS[reader], args=(model, optimizer))

@@ -13,9 +13,9 @@ from smart_infinity import errors
 from smart_infinity.errors import SmartInfinityError
 
 if TYPE_CHECKING:
-    from smart_infinity.engine import offload
     from smart_infinity.gradients import OffloadedGradient
     from smart_infinity.link import HostLink, Traffic
+    from smart_infinity.offloading import offload
     from smart_infinity.optimizer import OffloadedOptimizer
     from smart_infinity.tools.torch_state import load_export, save_export
 
@@ -41,7 +41,7 @@ _HOME = {
     "OffloadedOptimizer": "optimizer",
     "Traffic": "link",
     "load_export": "tools.torch_state",
-    "offload": "engine",
+    "offload": "offloading",
     "save_export": "tools.torch_state",
 }
 

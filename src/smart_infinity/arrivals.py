@@ -44,6 +44,10 @@ class Arrivals:
             self._missing, self.has_failed = {}, has_failed
             self._change.notify_all()
 
+    def is_missing(self, parameter: int) -> bool:
+        """Whether some of the parameter's new weights are still to come."""
+        return parameter in self._missing
+
     def any_missing(self) -> bool:
         """Whether any weights are still to come."""
         return bool(self._missing)

@@ -1,4 +1,4 @@
-"""The main path: `offload()` wires everything, and `Engine.step` is the whole step.
+"""The main path: `Engine.step` is the whole step.
 
 backward -> gradients -> host link -> devices: landing zone
                                           |  read state record (current slot)
@@ -9,152 +9,44 @@ forward  <- weights  <-  host link  <-----+
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import uuid
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from smart_infinity import kernels, snapshots
+from smart_infinity import snapshots
 from smart_infinity.ahead import Ahead
 from smart_infinity.arrivals import Arrivals
-from smart_infinity.beginning import begin, go_back
+from smart_infinity.beginning import go_back
 from smart_infinity.checkpointing import HostState
-from smart_infinity.devices import check_specs, open_devices
 from smart_infinity.devices.base import NO_PENDING, Device, StepPlan
-from smart_infinity.errors import UnsupportedError
 from smart_infinity.gate import Gate
-from smart_infinity.guard import Guard, State, failed_guard, remember
+from smart_infinity.guard import Guard, State
 from smart_infinity.hyperparameters import step_table
 from smart_infinity.interrupts import deferred_interrupt
 from smart_infinity.link import HostLink
-from smart_infinity.optimizer import OffloadedOptimizer
 from smart_infinity.pace import Pace
 from smart_infinity.planning import (
     Plan,
-    check_choice,
-    check_count,
-    check_memory,
-    parse_bytes,
-    plan,
-    summary,
 )
 from smart_infinity.reading import read_state
 from smart_infinity.recipe import group_members
-from smart_infinity.recovery import in_order
 from smart_infinity.storage.ledger import LedgerRecord, StepId
 from smart_infinity.storage.store import Commit
 from smart_infinity.stream import GradientStream
+from smart_infinity.timeline import Timeline
 from smart_infinity.weights import HostWeights
-
-logger = logging.getLogger("smart_infinity")
 
 Groups = list[dict[str, Any]]
 Counts = npt.NDArray[np.int64]
-ModuleT = TypeVar("ModuleT", bound=torch.nn.Module)
 ResultT = TypeVar("ResultT")
-
-
-def offload(
-    model: ModuleT,
-    torch_optimizer: torch.optim.Optimizer,
-    devices: Sequence[str | os.PathLike[str]],
-    dtype: torch.dtype | None = None,
-    device_memory: int | str | None = None,
-    resume: bool | None = None,
-    durability: Literal["step", "none"] = "step",
-    verify: Literal["resume", "read"] = "resume",
-    keep_snapshots: int = 2,
-    overlap: bool = False,
-    accumulation_steps: int | None = None,
-    max_grad_norm: float | None = None,
-) -> tuple[ModuleT, OffloadedOptimizer]:
-    """Move an optimizer's state to storage devices, which from then on run the optimizer.
-
-    Args:
-        model: a module on the CPU. It is changed in place and returned.
-        torch_optimizer: a new `torch.optim.AdamW`, `Adam`, `SGD` or `Adagrad` over parameters of
-            the model; class, groups and hyper-parameters are taken from it.
-        devices: 1 to 16 existing directories, one per drive. Those of a state that is resumed
-            may come in any order.
-        dtype: cast the parameters (not the buffers) to this after the fp32 masters were taken
-            from the weights as given; None leaves them.
-        device_memory: budget per device for gradients and transfer buffers, in bytes or as in
-            ``"512MiB"``; None takes what is needed.
-        resume: where the directories hold a state: True continues it, False discards it and its
-            snapshots, None raises. Empty or half-made directories start fresh in any case.
-        durability: ``"step"`` commits each step beside the one before, so that a crash at any
-            instant leaves a complete step. ``"none"`` updates in place and takes half the space:
-            a crash in the middle of a step leaves nothing but snapshots, and is refused on a
-            resume; between steps the state is whole.
-        verify: when the checksums of state are checked: ``"resume"``, or at each ``"read"`` too.
-        keep_snapshots: how many of the snapshots that ``state_dict()`` makes are kept; 0 makes
-            none.
-        overlap: `step()` returns at once, and each module's forward waits for its own weights;
-            whoever reads parameters in another way calls ``optimizer.synchronize()`` first.
-        accumulation_steps: how many backwards make a step. With it, and if nothing scales the
-            gradients, devices update each record as soon as its gradients are complete; whatever
-            differs in the step from what was foreseen is done again.
-        max_grad_norm: `step()` clips the gradients to this norm, as ``clip_grad_norm_`` does; the
-            devices then only read ahead during backward.
-
-    Returns:
-        The model, and the `OffloadedOptimizer` to use in place of ``torch_optimizer``.
-
-    Raises:
-        SmartInfinityError: one of its subclasses, before the model is changed. Only a resume that
-            finds damaged state may have moved weights by then; forward and saving then raise.
-    """
-    if resume not in (True, False, None):
-        raise UnsupportedError(f"resume is {resume!r}. Expected True, False or None")
-    check_choice("durability", durability, ("step", "none"))
-    check_choice("verify", verify, ("resume", "read"))
-    check_count("keep_snapshots", keep_snapshots, 0)
-    pace = Pace(overlap, accumulation_steps, max_grad_norm)
-    paths = check_specs(devices)
-    if resume:
-        paths = in_order(paths)
-    budget = parse_bytes(device_memory)
-    planned = plan(model, torch_optimizer, len(paths), dtype)
-    if budget is None:
-        check_memory(planned.layout)
-    failed = failed_guard(model)
-    kernels.prepare(planned.layout.optimizer)
-    opened: list[Device] = []
-    engine: Engine | None = None
-    try:
-        for device in open_devices(
-            paths,
-            planned.layout,
-            in_place=durability == "none",
-            check_reads=verify == "read",
-            updates_early=pace.updates_early,
-        ):
-            opened.append(device)
-        engine = Engine(model, planned, opened, torch_optimizer, pace)
-        torn_set = failed.torn_set if failed is not None else None
-        begin(engine, torch_optimizer.param_groups, dtype, budget, resume, torn_set)
-        engine.connect()  # hooks come last, when all is well
-    except BaseException as error:
-        for device in opened:
-            device.abandon()
-            device.close()
-        if engine is not None and engine.weights_moved:
-            engine.guard.alarm(model, error, engine.set_uuid)
-            remember(model, engine, engine.guard)
-        raise
-    if failed is not None:
-        failed.silence()
-    remember(model, engine, engine.guard)
-    logger.info("%s", summary(planned.layout))
-    return model, OffloadedOptimizer(engine, torch_optimizer, keep_snapshots)
 
 
 class Engine:
@@ -167,6 +59,7 @@ class Engine:
         devices: Sequence[Device],
         source: torch.optim.Optimizer,
         pace: Pace,
+        timeline: Timeline,
     ) -> None:
         self.layout, self.devices = planned.layout, devices
         self.model, self.source = weakref.ref(model), source
@@ -184,13 +77,13 @@ class Engine:
         self.step_id: StepId = (0, 0, self._attempt)
         self.host_state = HostState(self.model, weakref.WeakMethod(self.amend))
         self._pool = ThreadPoolExecutor(len(devices), thread_name_prefix="smart-infinity")
-        self._pace, self._under_way = pace, list[Future[None]]()
+        self._pace, self._timeline, self._under_way = pace, timeline, list[Future[None]]()
         self._lock, self._uncommitted = threading.Lock(), 0
         self._gate: Gate | None = None
         self._ahead: Ahead | None = None
         self.guard = Guard()
         self.weights_moved = False  # by a resume; if it fails then, the model is torn
-        self.on_release: list[Callable[[], object]] = []
+        self.on_release: list[Callable[[], object]] = [timeline.close]
 
     def connect(self) -> None:
         """Let gradients stream from the model's parameters to the devices."""
@@ -198,7 +91,13 @@ class Engine:
         if self._pace.overlap and model is not None:
             names = [spec.name for spec in self.layout.parameters]
             self._gate = Gate(
-                model, self.parameters, names, self.arrivals, self.guard, self.synchronize
+                model,
+                self.parameters,
+                names,
+                self.arrivals,
+                self.guard,
+                self.synchronize,
+                self._timeline,
             )
             self.on_release.append(self._gate.remove)
         if self._pace.works_ahead:
@@ -219,6 +118,7 @@ class Engine:
             self.arrivals,
             self._gate,
             self._ahead,
+            self._timeline,
         )
 
     # --- the step --------------------------------------------------------------------------
@@ -226,7 +126,7 @@ class Engine:
     def step(self, groups: Groups) -> None:
         """One optimizer step, from landed gradients to committed state."""
         self.synchronize()
-        with deferred_interrupt():
+        with deferred_interrupt(), self._timeline.step(self.steps + 1):
             self.weights.check_identity()
             self.host_state.warn_of_forgotten()
             active = self.gradients.collect()
@@ -254,12 +154,12 @@ class Engine:
         self.arrivals.begin({index: self.weights.num_pieces(index) for index in active})
         if self._gate is not None:
             self._gate.begin(active)
+        self.steps, self._counts = commit.step_id[1], commit.counts
+        self._uncommitted = len(self.devices)
         self._under_way = [
             self._pool.submit(self._update, device, plans[index], index, commit)
             for index, device in enumerate(self.devices)
         ]
-        self.steps, self._counts = commit.step_id[1], commit.counts
-        self._uncommitted = len(self.devices)
         if self._ahead is not None:
             self._ahead.reset()
 
@@ -289,7 +189,8 @@ class Engine:
         """Wait until the step under way is committed, and raise what it raised."""
         self.guard()
         if self._under_way:
-            wait(self._under_way)
+            with self._timeline.waiting("the step"):
+                wait(self._under_way)
             errors = [error for own in self._under_way if (error := own.exception()) is not None]
             self._under_way = []
             if errors:

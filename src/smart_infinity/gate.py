@@ -20,6 +20,7 @@ import torch
 
 from smart_infinity.arrivals import Arrivals
 from smart_infinity.errors import UnsupportedError
+from smart_infinity.timeline import Timeline
 
 
 class Gate:
@@ -32,6 +33,7 @@ class Gate:
         arrivals: what has not come yet.
         guard: raises where the engine must not be used.
         synchronize: waits for the step under way, and raises what it raised; held weakly.
+        timeline: told of the waiting.
     """
 
     def __init__(
@@ -42,9 +44,11 @@ class Gate:
         arrivals: Arrivals,
         guard: Callable[[], None],
         synchronize: Callable[[], None],
+        timeline: Timeline,
     ) -> None:
         self.parameters, self._synchronize = parameters, weakref.WeakMethod(synchronize)
         self._names, self._arrivals, self._guard = names, arrivals, guard
+        self._timeline = timeline
         self._step = 0  # overlapped steps begun
         self._moving: frozenset[int] = frozenset()  # the parameters that the last one changes
         # Of the steps begun, the last one that was waited for: by parameter, and for all.
@@ -91,7 +95,9 @@ class Gate:
             return
         self._guard()
         for index in hook.uses:
-            self._arrivals.wait(index)
+            if self._arrivals.is_missing(index):
+                with self._timeline.waiting(f"weights of {self._names[index]}"):
+                    self._arrivals.wait(index)
             self._waited[index] = self._step
         if self._arrivals.has_failed:
             self.synchronize()

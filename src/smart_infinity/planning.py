@@ -72,7 +72,7 @@ def plan(
     return Plan(parameters, owners_of(model, parameters), layout)
 
 
-def parse_bytes(value: int | str | None) -> int | None:
+def parse_bytes(name: str, value: int | str | None) -> int | None:
     """A number of bytes from ``536870912`` or ``"512MiB"`` (also kB, MB, GB, KiB, GiB ...)."""
     if value is None or (isinstance(value, int) and not isinstance(value, bool) and value > 0):
         return value
@@ -81,7 +81,7 @@ def parse_bytes(value: int | str | None) -> int | None:
         if match and match[2] in _UNITS and float(match[1]) > 0:
             return int(float(match[1]) * _UNITS[match[2]])
     raise DeviceMemoryError(
-        f'device_memory is {value!r}. Expected a number of bytes, or a string such as "512MiB"'
+        f'{name} is {value!r}. Expected a number of bytes, or a string such as "512MiB"'
     )
 
 
@@ -96,6 +96,16 @@ def check_count(name: str, value: object, least: int) -> None:
     """Refuse an argument that is no whole number, or a smaller one."""
     if type(value) is not int or value < least:
         raise UnsupportedError(f"{name} is {value!r}. Expected {least} or more")
+
+
+def check_cache(state_cache: int | None) -> None:
+    """Refuse a cache that does not fit into the memory now free."""
+    available = psutil.virtual_memory().available
+    if state_cache is not None and state_cache > available:
+        raise DeviceMemoryError(
+            f"state_cache is {state_cache} bytes, and {available} bytes of memory are available. "
+            "Expected less"
+        )
 
 
 def check_memory(layout: Layout) -> None:

@@ -29,6 +29,7 @@ from smart_infinity.kernels.formats import FORMAT_OF_DTYPE
 from smart_infinity.kernels.landing import NONFINITE_BITS
 from smart_infinity.layout import Layout
 from smart_infinity.link import HostLink
+from smart_infinity.timeline import Timeline
 from smart_infinity.weights import DTYPES, words_of
 
 logger = logging.getLogger("smart_infinity")
@@ -48,6 +49,7 @@ class GradientStream:
         arrivals: the step under way; a landed gradient is not changed before it was used.
         gate: told of each gradient that backward computes, if steps overlap.
         ahead: told of each such gradient that has landed, if devices begin before the step.
+        timeline: told of what lands.
     """
 
     def __init__(
@@ -60,10 +62,12 @@ class GradientStream:
         arrivals: Arrivals,
         gate: Gate | None,
         ahead: Ahead | None,
+        timeline: Timeline,
     ) -> None:
         self.layout = layout
         self._parameters, self._devices, self._link = parameters, devices, link
         self.guard, self._arrivals, self._gate, self._ahead = guard, arrivals, gate, ahead
+        self._timeline = timeline
         # What each landed gradient still has to be multiplied and clamped with, and its largest
         # magnitude bits.
         self._pending: list[Pending] = [NO_PENDING] * len(parameters)
@@ -155,7 +159,8 @@ class GradientStream:
             part = self._link.carry(
                 "gradients_to_device", words[own.start : own.start + own.length]
             )
-            peak = max(peak, store(self._devices[device].gradients, run, form, part))
+            with self._timeline.landing(self._devices[device].path, self.name(index)):
+                peak = max(peak, store(self._devices[device].gradients, run, form, part))
         self._peaks[index], self._pending[index] = peak, NO_PENDING
 
     def clear(self, index: int) -> None:

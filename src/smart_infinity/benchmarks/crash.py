@@ -185,6 +185,7 @@ class _Run:
                 f"run{self.number}",
                 attempts=(number,),
                 steps_each=LAST_STEPS if last else ENDLESS,
+                overlap=turn // 4 % 2 == 1 or self.kills - number < 4,
                 workers=turn % 4 in (0, 3),
             )
             fate = None if last else "start" if turn % 2 else "steps"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import random
 import traceback
@@ -28,6 +29,7 @@ OPTIMIZERS = ("adamw", "sgd")
 FEATURES, OUTPUTS, BATCH = 13, 5, 6
 MICRO_BATCHES = 2
 MAX_NORM = 0.5
+NOT_CLIPPED = ("adamw", "bfloat16")  # nothing is scaled, so that updates during backward stand
 NUM_WORKERS = 2
 ENDLESS = 1 << 20  # steps; a child that is to be killed makes steps until it is
 MAX_TRACEBACK = 3000
@@ -46,6 +48,8 @@ class Task:
             lineage of a whole run.
         steps_each: steps to make as each of them.
         resume: whether to continue what the directories hold.
+        overlap: whether steps are under way during the next forward and backward, and updates
+            are made during backward.
         workers: whether the data comes from a DataLoader with forked workers.
         skip_scheduler_after: steps after which the scheduler is not stepped.
     """
@@ -57,6 +61,7 @@ class Task:
     attempts: tuple[int, ...]
     steps_each: int = ENDLESS
     resume: bool = True
+    overlap: bool = False
     workers: bool = False
     skip_scheduler_after: tuple[int, ...] = ()
 
@@ -90,7 +95,10 @@ class StepInputs:
 
 @dataclass(frozen=True, kw_only=True)
 class StepDone:
-    """Sent when `optimizer.step()` has returned, and the scheduler's step after it."""
+    """Sent when the step is committed, and the scheduler has made its own.
+
+    That is after `optimizer.step()`; of one that overlaps, after the backward that follows.
+    """
 
     step: int
     weights: str
@@ -220,6 +228,8 @@ class Trainer:
             task.directories,
             dtype=getattr(torch, task.dtype),
             resume=task.resume,
+            overlap=task.overlap,
+            accumulation_steps=MICRO_BATCHES if task.overlap else None,
         )
         self._counter = BatchCounter()
         self._scheduler = make_scheduler(task.optimizer, self._optimizer)
@@ -233,6 +243,7 @@ class Trainer:
         elif task.workers:
             self._optimizer.restore_random_state()  # a DataLoader draws a seed for its workers
         self._attempt: int | None = None
+        self._is_under_way = False
 
     def _start_loader(self) -> None:
         begin = MICRO_BATCHES * self._optimizer.committed_step
@@ -258,8 +269,11 @@ class Trainer:
         )
 
     def step(self, attempt: int) -> Iterator[StepInputs | StepDone]:
-        """One step of an attempt: the event before it, and the one after it."""
-        number = self._optimizer.committed_step + 1
+        """One step of an attempt: the event before it, and the one after it.
+
+        If steps overlap, the one after the step before comes first.
+        """
+        number = self._optimizer.steps + 1
         if attempt != self._attempt:
             self._attempt = attempt
             self._change_rate(rate_factor(self._task.seed, attempt))
@@ -271,7 +285,10 @@ class Trainer:
             (20 * (output.float() - y - draws[2] / (1 << 31)).square().mean()).backward()
             self._counter.seen += 1
         self._counter.sum_of_draws += sum(draws)
-        norm = nn.utils.clip_grad_norm_(self._model.parameters(), MAX_NORM)
+        kind = self._task.optimizer, self._task.dtype
+        limit = math.inf if kind == NOT_CLIPPED else MAX_NORM
+        norm = nn.utils.clip_grad_norm_(self._model.parameters(), limit)
+        yield from self.last_step()
         yield StepInputs(
             attempt=attempt,
             step=number,
@@ -283,7 +300,16 @@ class Trainer:
         if number not in self._task.skip_scheduler_after:
             self._scheduler.step()
         self._optimizer.zero_grad()
-        yield StepDone(step=self._optimizer.committed_step, weights=self._digest())
+        self._is_under_way = True
+        if not self._task.overlap:
+            yield from self.last_step()
+
+    def last_step(self) -> Iterator[StepDone]:
+        """What is to be told of the last step, if that was not done yet."""
+        if self._is_under_way:
+            self._is_under_way = False
+            self._optimizer.synchronize()
+            yield StepDone(step=self._optimizer.committed_step, weights=self._digest())
 
     def finished(self) -> Finished:
         """Everything that the run leaves, and close."""
@@ -329,6 +355,8 @@ def train(task: Task, connection: Connection) -> None:
             for _ in range(task.steps_each):
                 for event in trainer.step(attempt):
                     connection.send(event)
+        for event in trainer.last_step():
+            connection.send(event)
         connection.send(trainer.finished())
     except BrokenPipeError:  # the campaign is over
         return

@@ -8,7 +8,7 @@ import torch
 
 from smart_infinity import kernels
 from smart_infinity.benchmarks import crash_child
-from smart_infinity.engine import offload
+from smart_infinity.offloading import offload
 
 torch.set_num_threads(1)  # a pool of threads would not survive the fork
 for _name in crash_child.OPTIMIZERS:

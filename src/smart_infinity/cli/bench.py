@@ -168,6 +168,40 @@ def crash(
         raise typer.Exit(EXIT_ERROR)
 
 
+@app.command()
+def step(
+    devices: Annotated[Path, typer.Option(help="An existing directory on the storage to measure.")],
+    model: Annotated[str, typer.Option(help="A preset, or a local directory.")] = "gpt2-124m",
+    batch_size: Annotated[int, typer.Option(min=1)] = 1,
+    seq_len: Annotated[int, typer.Option(min=1)] = 128,
+    rounds: Annotated[int, typer.Option(min=1, help="Of 3 steps each, in turns.")] = 3,
+    deepspeed: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A Python that has DeepSpeed, and the path of benchmarks/deepspeed_step.py.",
+            show_default=False,
+        ),
+    ] = None,
+    json_file: JsonOption = None,
+) -> None:
+    """Measure whole training steps beside plain torch in memory, in turns."""
+    from smart_infinity.cli.bench_step import measure, table_of
+
+    _check_output(json_file)
+    with _progress() as on_progress:
+        result = measure(
+            devices,
+            model=model,
+            batch_size=batch_size,
+            seq_len=seq_len,
+            rounds=rounds,
+            deepspeed=deepspeed,
+            on_progress=on_progress,
+        )
+    _write_json(json_file, result)
+    print_result(*table_of(result))
+
+
 @contextlib.contextmanager
 def _progress() -> Iterator[Callable[[str], None]]:
     """Shows what is going on: a spinner on a terminal, else a line for each new thing."""

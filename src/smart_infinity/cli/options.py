@@ -56,6 +56,7 @@ class TrainOptions:
     dtype: DtypeName
     device_memory: str | None
     output: Path | None
+    trace: Path | None
     seed: int
     durability: Durability
     verify: Verify

@@ -36,6 +36,8 @@ def run_training(options: TrainOptions) -> None:
     _make_directories("--devices", options.devices)
     if options.output is not None:
         _make_directories("--output", [options.output])
+    if options.trace is not None and not options.trace.absolute().parent.is_dir():
+        raise UsageError(f"--trace {options.trace}: expected a file in an existing directory")
 
     with status(f"loading {options.model}"):
         loaded = load_model(options.model, options.seed)
@@ -84,6 +86,7 @@ def _train(
             resume=options.resume,
             durability="none" if options.durability is Durability.NONE else "step",
             verify="read" if options.verify is Verify.READ else "resume",
+            trace=options.trace,
         )
     except StateExistsError as error:
         # The library's message speaks of its own argument, not of our options.

@@ -128,7 +128,7 @@ def export(
     from smart_infinity.planning import parse_bytes
     from smart_infinity.tools.export import export_set
 
-    limit = parse_bytes(shard_size)
+    limit = parse_bytes("--shard-size", shard_size)
     assert limit is not None
     with status("exporting"):
         step = export_set(directories, to, snapshot=snapshot_name, max_shard_bytes=limit)

@@ -98,6 +98,13 @@ def train(
         Path | None,
         typer.Option(help="Directory for metrics.jsonl, run.png and the trained weights."),
     ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write a trace to this file, for Perfetto: what host and devices did when.",
+            show_default=False,
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of random weights and the text's order.")] = 0,
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Discard a state that the devices hold.")
@@ -126,6 +133,7 @@ def train(
         durability=durability,
         verify=verify,
         output=output,
+        trace=trace,
         seed=seed,
         resume=True if resume else False if fresh else None,
     )

@@ -10,6 +10,7 @@ from smart_infinity.devices.base import Device
 from smart_infinity.devices.local import LocalDevice
 from smart_infinity.errors import DeviceSpecError
 from smart_infinity.layout import Layout
+from smart_infinity.trace import Trace
 
 MAX_DEVICES = 16
 
@@ -52,6 +53,8 @@ def open_devices(
     in_place: bool = False,
     check_reads: bool = False,
     updates_early: bool = False,
+    state_cache: int = 0,
+    trace: Trace | None = None,
 ) -> Iterator[Device]:
     """Open the devices of the layout, in its order; for the options see `LocalDevice`.
 
@@ -67,7 +70,9 @@ def open_devices(
             index,
             5 if len(specs) == 1 else 3,
             computing,
+            trace,
             in_place=in_place,
             check_reads=check_reads,
             updates_early=updates_early,
+            state_cache=state_cache,
         )

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import logging
 import threading
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 
 from smart_infinity.devices.base import Device, EarlyPlan, HostPort, StepPlan
-from smart_infinity.devices.compute import ComputeEngine, Edits, Floats
-from smart_infinity.devices.early import Early, EarlyWords, EarlyWork, early_words_nbytes
+from smart_infinity.devices.compute import ComputeEngine, Floats
+from smart_infinity.devices.early import EarlyWords, early_words_nbytes
 from smart_infinity.devices.memory import LandingZone, landing_zone_nbytes, num_buffers
-from smart_infinity.devices.tables import records_of_runs, touched_records
+from smart_infinity.devices.smartupdate import SmartUpdate
+from smart_infinity.devices.tables import records_of_runs
 from smart_infinity.errors import (
     DeviceFullError,
     DeviceIOError,
     DeviceSpecError,
 )
-from smart_infinity.kernels.frame import T_ACTIVE
 from smart_infinity.layout import Layout, Record
 from smart_infinity.storage import slots
 from smart_infinity.storage.blockfile import direct_io_refusal
@@ -36,6 +36,7 @@ from smart_infinity.storage.superblock import (
     write_superblock,
 )
 from smart_infinity.storage.tasklets import Buffer, Compute, Places, Timings, buffer_nbytes
+from smart_infinity.trace import Trace, spanning
 
 logger = logging.getLogger("smart_infinity")
 
@@ -49,9 +50,11 @@ class LocalDevice(Device):
         index: which device of the plan this is.
         num_workers: buffers of the transfer handler that are wanted; a budget may allow fewer.
         computing: how many workers may compute at once; the devices of a set share it.
+        trace: takes what the device does, or None.
         in_place: steps overwrite the state that they read (``durability="none"``).
         check_reads: check the checksum of every state record that a step reads.
         updates_early: room is made for weights that are computed before their step.
+        state_cache: bytes of memory for state records that stay in it.
     """
 
     def __init__(
@@ -61,26 +64,28 @@ class LocalDevice(Device):
         index: int,
         num_workers: int,
         computing: threading.Semaphore,
+        trace: Trace | None = None,
         *,
         in_place: bool = False,
         check_reads: bool = False,
         updates_early: bool = False,
+        state_cache: int = 0,
     ) -> None:
         self.path = directory
         self.gradients: LandingZone
-        self._early: EarlyWork  # there with the handler
+        self._updates: SmartUpdate  # there with the handler
         self._in_place, self._check_reads = in_place, check_reads
         self._updates_early = updates_early
         self._layout, self._plan = layout, layout.devices[index]
-        self._num_workers, self._computing = num_workers, computing
+        self._num_workers, self._computing, self._trace = num_workers, computing, trace
         self._engine = ComputeEngine(layout, self._plan)
         self._records_of_run = records_of_runs(self._plan)
         self._timings = Timings()
-        self._written: dict[int, tuple[int, int]] = {}
         self._longest = max((record.length for record in self._plan.records), default=0)
+        cached = state_cache // layout.record_nbytes(self._longest) if self._longest else 0
+        self._num_cached = min(cached, len(self._plan.records))
         self._handler: TransferHandler | None = None
         self._early_words: EarlyWords | None = None
-        self._places = np.zeros(len(self._plan.records), np.uint8)
         self._created = False
         slots.require_directory(directory)
         self._lock = DeviceLock(directory)
@@ -166,7 +171,7 @@ class LocalDevice(Device):
             return self._engine.initialize(record, state, buffer, host, formats, moments)
 
         self._store.reserve_blob(len(commit.blob))
-        self._written = {}
+        self._updates.written = {}
         self._run(self._plan.records, compute, None)
         self.commit(commit)
 
@@ -190,117 +195,54 @@ class LocalDevice(Device):
                 raise
             available = slots.free_nbytes(self.path)
             raise slots.full(self.path, self._store.state_nbytes, available) from error
-        self._start_handler()
         self._store.settle(record)
-        self._places = record.places
+        self._start_handler()
         mend_documents(self.path)
         self.snapshots.remove_half_made()
-        self._written = {}
 
     def restore(self, host: HostPort) -> bytes:
         """See `Device.restore`."""
 
         def compute(record: Record, state: Floats, buffer: Buffer) -> int | None:
-            self._require(record, self._places, self._engine.checksum(record, buffer))
+            self._store.require(record.index, self._engine.checksum(record, buffer))
             self._engine.encode(record, state, buffer)
             self._engine.deliver(record, buffer, host, None)
             return None
 
         self.drop_early()
-        self._places = self.committed.places
-        self._run(self._plan.records, compute, self._places)
+        if self._handler is not None:
+            self._handler.forget()
+        self._updates.settled()
+        self._run(self._plan.records, compute, self.committed.places)
         return self._store.read_blob(self.committed)
 
     # --- the step ----------------------------------------------------------------------------
 
     def begin_early(self, early: EarlyPlan) -> None:
         """See `Device.begin_early`."""
-        self.drop_early()
-        own = Early(self._plan, early, self.gradients, self._written)
-        device = weakref.ref(self)  # threads must not keep a device that is dropped
-
-        def compute(record: Record, state: Floats, buffer: Buffer) -> int | None:
-            self = device()
-            return None if self is None else self._update_early(own, record, state, buffer)
-
-        self._early.begin(own, compute, self._places)
-
-    def _update_early(
-        self, early: Early, record: Record, state: Floats, buffer: Buffer
-    ) -> int | None:
-        if early.table is None or self._early_words is None:
-            return None
-        versions = early.versions(record)
-        check = self._check_of(record, early.walk.places, early.previous.get(record.index))
-        checksum = self._engine.update(
-            record, state, buffer, self.gradients, early.table, [], check
-        )
-        self._early_words.keep(record, buffer)
-        early.used(record, versions)
-        return checksum
+        self._updates.begin_early(early)
 
     def gradient_complete(self, parameter: int) -> None:
         """See `Device.gradient_complete`."""
-        self._early.complete(parameter)
+        self._updates.gradient_complete(parameter)
 
     def drop_early(self) -> None:
         """See `Device.drop_early`."""
         if self._handler is not None:
-            self._early.drop()
+            self._updates.drop_early()
 
     def allow_writes(self) -> None:
         """See `Device.allow_writes`."""
-        self._early.allow_writes()
+        self._updates.allow_writes()
 
     def update(self, plan: StepPlan, host: HostPort) -> None:
-        """See `Device.update`: every record that a gradient or an edit touches, forward order."""
-        active = plan.table[:, T_ACTIVE] != 0
-        records = touched_records(self._plan, active, plan.edited)
-        edits: dict[int, Edits] = {}
-
-        def compute(record: Record, state: Floats, buffer: Buffer) -> int | None:
-            own = edits.get(record.index) or self._engine.find_edits(record, host)
-            check = self._check_of(record, places)
-            checksum = self._engine.update(
-                record, state, buffer, self.gradients, plan.table, own, check
-            )
-            self._engine.deliver(record, buffer, host, active)
-            return checksum
-
-        assert self._handler is not None, "create() or settle() comes first"
-        early = self._early.take()
-        places = self._places
-        if self._in_place:
-            self._store.mark_dirty(plan.step_id)
-        else:
-            # Before the first weight leaves: from then on the next step may be begun.
-            self._places = places.copy()
-            self._places[[record.index for record in records]] ^= 1
-        kept: list[Record] = []
-        if early is None:
-            self._written = {}
-            walk = self._handler.begin(
-                records, compute, places, self._written, is_ready=True, may_write=True
-            )
-        else:
-            self._written, walk = early.written, early.walk
-            computed = self._handler.pause(walk)
-            done = [own for own in records if own.index in computed]
-            foreseen = [own for own in done if early.stands(own, plan.table)]
-            edits = {own.index: self._engine.find_edits(own, host) for own in foreseen}
-            kept = [own for own in foreseen if not edits[own.index]]
-            self._handler.plan_anew(walk, records, {own.index for own in kept}, compute)
-            self._handler.allow_writes(walk)
-        for record in kept:
-            assert self._early_words is not None
-            for index, piece in enumerate(record.pieces):
-                host.deliver_weights(record, index, piece, self._early_words.of(piece))
-        self._timings = self._handler.wait(walk)
+        """See `Device.update`."""
+        self._timings = self._updates.update(plan, host)
 
     def commit(self, commit: Commit) -> None:
         """See `Device.commit`."""
-        self._store.commit(commit, self._written)
-        self._places = self.committed.places
+        self._store.commit(commit, self._updates.written)
+        self._updates.settled()
 
     def reserve_blob(self, nbytes: int) -> None:
         """See `Device.reserve_blob`."""
@@ -322,7 +264,7 @@ class LocalDevice(Device):
 
         def compute(record: Record, state: Floats, buffer: Buffer) -> int | None:
             if self._check_reads:
-                self._require(record, self._places, self._engine.checksum(record, buffer))
+                self._store.require(record.index, self._engine.checksum(record, buffer))
             tensors = state.reshape(self._layout.num_state_tensors, record.length)
             for piece in record.pieces:
                 if piece.run == run:
@@ -333,7 +275,7 @@ class LocalDevice(Device):
 
         self.drop_early()
         records = [self._plan.records[index] for index in self._records_of_run[run]]
-        self._run(records, compute, self._places)
+        self._run(records, compute, self.committed.places)
         return list(out)
 
     @property
@@ -356,28 +298,7 @@ class LocalDevice(Device):
         places: Places | None,
     ) -> Timings:
         assert self._handler is not None, "create() or settle() comes first"
-        return self._handler.run(records, compute, places, self._written)
-
-    def _check_of(
-        self, record: Record, places: Places | None, written: tuple[int, int] | None = None
-    ) -> Callable[[int], None] | None:
-        """With ``verify="read"``: what a checksum is given to; ``written``: not committed yet."""
-        if not self._check_reads or places is None:
-            return None
-        return lambda checksum: self._require(record, places, checksum, written)
-
-    def _require(
-        self,
-        record: Record,
-        places: Places,
-        checksum: int,
-        written: tuple[int, int] | None = None,
-    ) -> None:
-        """Refuse a record that differs from what was committed."""
-        committed = self.committed
-        if checksum != (written[1] if written else int(committed.checksums[record.index])):
-            what = f"state record {record.index} in {slots.STATE[int(places[record.index])]}"
-            raise self._store.corrupt(what, committed.step)
+        return self._handler.run(records, compute, places, self._updates.written)
 
     def _start_handler(self) -> None:
         self._handler = TransferHandler(
@@ -385,13 +306,23 @@ class LocalDevice(Device):
             self._store.files,
             self._num_workers,
             self._num_workers,
+            self._num_cached,
             self._longest,
             self._computing,
             self.path,
+            self._trace,
             in_place=self._in_place,
         )
-        self._early = EarlyWork(
-            self._layout, self._plan, self._handler, may_write=not self._in_place
+        self._updates = SmartUpdate(
+            self._layout,
+            self._plan,
+            self._store,
+            self._engine,
+            self._handler,
+            self.gradients,
+            self._early_words,
+            partial(spanning, self._trace, self.path, "link"),
+            check_reads=self._check_reads,
         )
 
     def _close_files(self) -> None:

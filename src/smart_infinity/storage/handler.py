@@ -23,7 +23,8 @@ from collections.abc import Collection, Sequence
 from smart_infinity.layout import Layout, Record
 from smart_infinity.storage.blockfile import BlockFile
 from smart_infinity.storage.pipeline import Pipeline
-from smart_infinity.storage.tasklets import Buffer, Compute, Places, Stage, Timings, Walk
+from smart_infinity.storage.tasklets import Buffer, Compute, Places, Stage, Timings, Walk, Words
+from smart_infinity.trace import Trace
 
 
 class TransferHandler:
@@ -34,9 +35,11 @@ class TransferHandler:
         files: the state files, by place.
         num_workers: threads; more than half of them may transfer at once.
         num_buffers: records in memory at once.
+        num_cached: of the first records, which have a buffer of their own and stay in it.
         longest: elements of the device's longest record.
         computing: how many workers may compute at once; devices share it.
-        name: for thread names.
+        name: of the device, for threads and in the trace.
+        trace: takes what is read, computed and written, or None.
         in_place: write each record where it was read, instead of to its other place.
     """
 
@@ -46,19 +49,27 @@ class TransferHandler:
         files: Sequence[BlockFile],
         num_workers: int,
         num_buffers: int,
+        num_cached: int,
         longest: int,
         computing: threading.Semaphore,
         name: str,
+        trace: Trace | None = None,
         *,
         in_place: bool = False,
     ) -> None:
         buffers = [Buffer(layout, longest) for _ in range(num_buffers)]
-        self._pipeline = Pipeline(layout, files, buffers, num_workers, computing, in_place=in_place)
+        buffers += [Buffer(layout, longest, cached=index) for index in range(num_cached)]
+        self._pipeline = Pipeline(
+            layout, files, buffers, num_workers, computing, name, trace, in_place=in_place
+        )
         # Threads hold the pipeline and not the handler: one that is dropped ends them. They are
         # daemons, since they have to serve until a step that is under way at exit has ended.
         for number in range(num_workers):
             threading.Thread(
-                target=self._pipeline.work, name=f"smart-infinity {name} {number}", daemon=True
+                target=self._pipeline.work,
+                args=[Words(longest)],
+                name=f"smart-infinity {name} {number}",
+                daemon=True,
             ).start()
         self._closer = weakref.finalize(self, self._pipeline.end, os.getpid())
         self._closer.atexit = False
@@ -160,6 +171,11 @@ class TransferHandler:
         except BaseException:
             self.stop(walk)  # Ctrl-C has ended the waiting, but not the walk
             raise
+
+    def forget(self) -> None:
+        """The state on storage is another one now: what is in memory counts no longer."""
+        with self._pipeline.change:
+            self._pipeline.forget()
 
     def close(self) -> None:
         """End the workers, and wait until they have ended."""

@@ -11,7 +11,10 @@ import numpy as np
 
 from smart_infinity.layout import Layout, Record
 from smart_infinity.storage.blockfile import BlockFile
-from smart_infinity.storage.tasklets import Buffer, Compute, Stage, Tasklet, Walk
+from smart_infinity.storage.tasklets import Buffer, Compute, Stage, Tasklet, Walk, Words
+from smart_infinity.trace import Trace
+
+_STAGE_NAMES = {Stage.READING: "read", Stage.COMPUTING: "compute", Stage.WRITING: "write"}
 
 
 class Pipeline:
@@ -30,14 +33,18 @@ class Pipeline:
         buffers: Sequence[Buffer],
         num_workers: int,
         computing: threading.Semaphore,
+        name: str,
+        trace: Trace | None,
         *,
         in_place: bool,
     ) -> None:
+        self._name, self._trace = name, trace
         self._layout, self._files, self._in_place = layout, files, in_place
         self.num_workers, self._computing = num_workers, computing
         self.change = threading.Condition()
         self.walks: list[Walk] = []  # oldest first
-        self._free = list(buffers)
+        self._free = [buffer for buffer in buffers if buffer.cached is None]
+        self._cache = {buffer.cached: buffer for buffer in buffers if buffer.cached is not None}
         self._max_transfers = num_workers // 2 + 1
         self._max_computations = max(1, num_workers - self._max_transfers)
         self._num_transfers = self._num_computations = 0
@@ -45,8 +52,8 @@ class Pipeline:
 
     # --- what can be done next ------------------------------------------------------------------
 
-    def work(self) -> None:
-        """What every worker thread does."""
+    def work(self, words: Words) -> None:
+        """What every worker thread does; ``words`` are its own."""
         with self.change:
             while not self._is_ending:
                 chosen = self._choose()
@@ -55,6 +62,8 @@ class Pipeline:
                     continue
                 walk, tasklet = chosen
                 walk.in_flight += 1
+                assert tasklet.buffer is not None
+                tasklet.buffer.words = words
                 self.change.release()
                 seconds, checksum, error = 0.0, None, None
                 try:
@@ -77,6 +86,8 @@ class Pipeline:
                 tasklet = walk.next_to_compute()
                 if tasklet is not None:
                     tasklet.stage = Stage.COMPUTING
+                    assert tasklet.buffer is not None
+                    tasklet.buffer.is_valid = False  # until it is written, or read again
                     self._num_computations += 1
                     return walk, tasklet
         if self._num_transfers == self._max_transfers:
@@ -96,11 +107,15 @@ class Pipeline:
         return None
 
     def _next_to_load(self, walk: Walk) -> Tasklet | None:
-        """The walk's next record to be read, if it can be; those without a state are loaded."""
+        """The walk's next record to be read, if it can be; those that need no reading are loaded.
+
+        They are in the cache, or there is no state yet.
+        """
         while (tasklet := walk.next_to_read()) is not None:
             if self._is_busy(walk, tasklet.record.index):
                 return None
-            if walk.places is not None:
+            cached = self._cache.get(tasklet.record.index)
+            if walk.places is not None and not (cached and cached.is_valid):
                 return tasklet
             if not self._take_buffer(walk, tasklet):
                 return None
@@ -119,7 +134,10 @@ class Pipeline:
         return False
 
     def _take_buffer(self, walk: Walk, tasklet: Tasklet) -> bool:
-        """Give it a free buffer; if it is ready, also one that was filled too early."""
+        """Give it its own or a free buffer; if it is ready, also one that was filled too early."""
+        tasklet.buffer = self._cache.get(tasklet.record.index)
+        if tasklet.buffer is not None:
+            return True
         if not self._free and tasklet.is_ready:
             late = walk.last_ahead()
             if late is not None:
@@ -152,7 +170,11 @@ class Pipeline:
         else:
             begin = time.perf_counter()
             self._files[self._target(walk, record)].write_from(data, offset)
-        return time.perf_counter() - begin, checksum
+        end = time.perf_counter()
+        if self._trace is not None:
+            what = f"record {record.index}"
+            self._trace.add(self._name, _STAGE_NAMES[tasklet.stage], what, begin, end)
+        return end - begin, checksum
 
     def _target(self, walk: Walk, record: Record) -> int:
         """The place where a walk writes a record."""
@@ -184,7 +206,7 @@ class Pipeline:
         elif stage is Stage.READING:
             spent.reading += seconds
             spent.bytes_read += self._layout.record_nbytes(record.length)
-            tasklet.stage = Stage.LOADED
+            tasklet.stage, buffer.is_valid = Stage.LOADED, True
             if tasklet.is_dropped or walk.is_stopped:
                 self._unload(tasklet)
             walk.note(tasklet)
@@ -200,13 +222,28 @@ class Pipeline:
             spent.writing += seconds
             spent.bytes_written += self._layout.record_nbytes(record.length)
             walk.written[record.index] = self._target(walk, record), tasklet.checksum
+            buffer.is_valid = True
             self._put_back(buffer)
             walk.done(tasklet)
 
     # --- buffers and walks ------------------------------------------------------------------------
 
     def _put_back(self, buffer: Buffer) -> None:
-        self._free.append(buffer)
+        if buffer.cached is None:
+            self._free.append(buffer)
+
+    def _undo(self, walk: Walk, tasklet: Tasklet) -> None:
+        """What was computed of a tasklet counts for nothing."""
+        cached = self._cache.get(tasklet.record.index)
+        if cached is not None and tasklet.stage > Stage.LOADED:
+            cached.is_valid = False
+        walk.written.pop(tasklet.record.index, None)
+        self._unload(tasklet)
+
+    def forget(self) -> None:
+        """See `TransferHandler.forget`."""
+        for buffer in self._cache.values():
+            buffer.is_valid = False
 
     def _unload(self, tasklet: Tasklet) -> None:
         """Take its buffer from a tasklet: its record is to be read again, if at all."""
@@ -227,8 +264,7 @@ class Pipeline:
         walk.computed = [own for own in walk.computed if own not in void]
         self.change.wait_for(lambda: all(own.stage is not Stage.WRITING for own in void))
         for own in void:
-            walk.written.pop(own.record.index, None)
-            self._unload(own)
+            self._undo(walk, own)
         for index, own in walk.tasklets.items():
             own.is_dropped = index not in wanted
             if own.is_dropped and own.stage is Stage.LOADED:
@@ -248,7 +284,7 @@ class Pipeline:
         self.walks.remove(walk)
         if walk.is_stopped:
             for own in walk.tasklets.values():
-                self._unload(own)
+                self._undo(walk, own)
         self.change.notify_all()
 
     def end(self, pid: int) -> bool:

@@ -279,6 +279,19 @@ class Store:
         """A reader of the state records of a step."""
         return RecordReader(self.layout, self.device, self.files, record)
 
+    def require(self, index: int, checksum: int, written: tuple[int, int] | None = None) -> None:
+        """Refuse a state record whose checksum is not that which was committed.
+
+        Args:
+            index: the record's.
+            checksum: of what was read.
+            written: its place and checksum, if it was written by a step not committed yet.
+        """
+        place, expected = written or (self.record.places[index], self.record.checksums[index])
+        if checksum != int(expected):
+            what = f"state record {index} in {slots.STATE[int(place)]}"
+            raise self.corrupt(what, self.record.step)
+
     def corrupt(self, what: str, step: int) -> CorruptStateError:
         """The error for bytes that differ from those committed."""
         return CorruptStateError(

@@ -27,17 +27,43 @@ class Timings:
     bytes_written: int = 0
 
 
-class Buffer:
-    """Room for one state record, and for the words that go to or come from the host."""
+class Words:
+    """Room for the words of one record, which go to or come from the host; 16 bits or fp32."""
 
-    def __init__(self, layout: Layout, longest: int) -> None:
-        self.bytes: ByteArray = reserve(layout.record_nbytes(longest))
+    def __init__(self, longest: int) -> None:
         self.words16: npt.NDArray[np.uint16] = reserve(2 * longest).view(np.uint16)
         self.words32: npt.NDArray[np.float32] = reserve(4 * longest).view(np.float32)
 
 
+class Buffer:
+    """Room for one state record.
+
+    Attributes:
+        bytes: the record.
+        words: of the worker that computes on it, for that long.
+        cached: the record that it belongs to, of a state cache; None of a buffer that anyone uses.
+        is_valid: whether it holds the newest state of that record.
+    """
+
+    words: Words
+
+    def __init__(self, layout: Layout, longest: int, cached: int | None = None) -> None:
+        self.bytes: ByteArray = reserve(layout.record_nbytes(longest))
+        self.cached, self.is_valid = cached, False
+
+    @property
+    def words16(self) -> npt.NDArray[np.uint16]:
+        """16-bit words, by element of the record."""
+        return self.words.words16
+
+    @property
+    def words32(self) -> npt.NDArray[np.float32]:
+        """fp32 words, by element of the record."""
+        return self.words.words32
+
+
 def buffer_nbytes(layout: Layout, longest: int) -> int:
-    """Bytes of one buffer for records of up to ``longest`` elements."""
+    """Bytes of a buffer and of a worker's words, for records of up to ``longest`` elements."""
     return layout.record_nbytes(longest) + 6 * longest
 
 
@@ -71,6 +97,11 @@ class Tasklet:
     buffer: Buffer | None = None
     checksum: int = 0
     is_dropped: bool = False  # while it was read
+
+    @property
+    def is_cached(self) -> bool:
+        """Whether its buffer is its own."""
+        return self.buffer is not None and self.buffer.cached is not None
 
 
 class Walk:
@@ -173,5 +204,5 @@ class Walk:
     def last_ahead(self) -> Tasklet | None:
         """Of the records read ahead, the one that is wanted last."""
         ahead = [own for own in self.tasklets.values() if own.stage is Stage.LOADED]
-        late = [own for own in ahead if not own.is_ready]
+        late = [own for own in ahead if not own.is_ready and not own.is_cached]
         return max(late, key=lambda own: own.position, default=None)
