@@ -324,3 +324,107 @@ def test_a_buffer_holds_one_record_and_its_words() -> None:
     buffer.words = Words(1000)
     assert buffer.bytes.size == HANDLER_LAYOUT.record_nbytes(1000)
     assert not np.shares_memory(buffer.words16, buffer.words32)
+
+
+# --- walks that begin before all is known -------------------------------------------------------
+
+
+class Reads:
+    """Counts what was read, and wakes who waits for a number of them."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self._change, self.offsets = threading.Condition(), []
+        real = os.preadv
+
+        def read(fd: int, parts: list, offset: int) -> int:
+            result = real(fd, parts, offset)
+            with self._change:
+                self.offsets.append(offset)
+                self._change.notify_all()
+            return result
+
+        patch.setattr(blockfile.os, "preadv", read)
+
+    def wait_for(self, count: int) -> None:
+        with self._change:
+            assert self._change.wait_for(lambda: len(self.offsets) >= count, timeout=60)
+
+    @property
+    def records(self) -> list[int]:
+        return [offset // HANDLER_LAYOUT.record_stride for offset in self.offsets]
+
+
+def test_records_are_read_ahead_into_free_buffers_and_no_further(
+    handled: Handled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handled.fill()
+    reads, written = Reads(monkeypatch), {}
+    places = np.zeros(len(RECORDS), np.uint8)
+    handler, last = handled.handler, RECORDS[-1].index
+    walk = handler.begin(RECORDS, add_one, places, written, is_ready=False, may_write=False)
+    reads.wait_for(handled.num_workers)
+    assert sorted(reads.records) == list(range(handled.num_workers))
+    # The last record is ready first: one that was read too early gives its buffer up.
+    handler.set_ready(walk, [last])
+    reads.wait_for(handled.num_workers + 1)
+    assert reads.records[-1] == last
+    assert written == {}
+    handler.allow_writes(walk)
+    handler.set_ready(walk, [record.index for record in RECORDS])
+    handler.wait(walk)
+    assert sorted(written) == [record.index for record in RECORDS]
+    for record in RECORDS:
+        values = np.frombuffer(handled.stored(1, record), np.float32)[: 3 * record.length]
+        assert (values == record.index + 1).all()
+
+
+def test_nothing_is_written_before_it_may_be(
+    handled: Handled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handled.fill()
+    before = handled.paths[1].read_bytes()
+    places, written = np.zeros(len(RECORDS), np.uint8), {}
+    handler = handled.handler
+    walk = handler.begin(RECORDS, add_one, places, written, is_ready=True, may_write=False)
+    other = handler.pause(walk)
+    assert len(other) <= handled.num_workers
+    assert handled.paths[1].read_bytes() == before
+    handler.stop(walk)
+    assert (written, handled.paths[1].read_bytes()) == ({}, before)
+    handler.run(RECORDS, add_one, places, written)  # all buffers are free again
+    assert sorted(written) == [record.index for record in RECORDS]
+
+
+@pytest.mark.parametrize("kept", [[], [0, 1], [5]])
+@pytest.mark.parametrize("wanted", [range(21), range(0, 21, 2), range(3)])
+def test_a_walk_that_is_planned_anew_does_what_is_not_kept_again(
+    handled: Handled, kept: list[int], wanted: range
+) -> None:
+    handled.fill()
+    places, written = np.zeros(len(RECORDS), np.uint8), {}
+    handler, computed = handled.handler, threading.Semaphore(0)
+
+    def first(record: Record, state: np.ndarray, buffer: Buffer) -> int | None:
+        computed.release()
+        return add_one(record, state, buffer)
+
+    def second(record: Record, state: np.ndarray, buffer: Buffer) -> int | None:
+        state += 100
+        return checksum_in(buffer, record)
+
+    walk = handler.begin(RECORDS, first, places, written, is_ready=False, may_write=True)
+    handler.set_ready(walk, range(10))
+    for _ in range(10):
+        assert computed.acquire(timeout=60)
+    assert handler.pause(walk) == set(range(10))
+    records = [RECORDS[index] for index in wanted]
+    stays = set(kept) & set(wanted)
+    handler.plan_anew(walk, records, stays, second)
+    handler.wait(walk)
+    assert sorted(written) == list(wanted)
+    for record in records:
+        values = np.frombuffer(handled.stored(1, record), np.float32)[: 3 * record.length]
+        assert (values == record.index + (1 if record.index in stays else 100)).all()
+    for record in RECORDS:
+        values = np.frombuffer(handled.stored(0, record), np.float32)[: 3 * record.length]
+        assert (values == record.index).all(), "the current state is never overwritten"
