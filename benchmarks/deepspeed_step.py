@@ -15,7 +15,6 @@ the first run (about a minute, then cached in ``~/.cache/torch_extensions``)::
     ENV/bin/pip install torch==2.13.0 transformers deepspeed==0.19.8 ninja
     printf 'steps 5\nstop\n' | ENV/bin/python benchmarks/deepspeed_step.py --directory DIR
 
-
 The process is driven over standard input and answers in JSON lines on standard output; all that
 DeepSpeed prints goes to standard error. After the first finished step it writes
 ``{"ready": true}``. Then ``steps N`` does one unmeasured and N measured steps and answers with
@@ -83,7 +82,8 @@ class _GatheredAddmm(torch.autograd.Function):
 def load_compute() -> ModuleType:
     """This project's bfloat16 arithmetic, by path: the project need not be installed."""
     spec = importlib.util.spec_from_file_location("compute", COMPUTE)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     replacements = module._REPLACEMENTS
