@@ -2,6 +2,7 @@
 
 import logging
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,9 @@ from images import in_memory, use_small_records
 
 # One thread: results repeat exactly, and a shared machine does not make OpenMP's threads spin.
 torch.set_num_threads(1)
+
+# Jobs that a shell starts in the background ignore Ctrl-C, and so do their children.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

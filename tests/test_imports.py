@@ -21,9 +21,9 @@ FLOORS: list[set[str]] = [
     {"devices"},
     {"link", "snapshots", "arrivals"},
     {"weights", "recipe", "recovery", "guard", "schedulers", "timeline"},
+    {"ahead", "cuda"},
     {
         "gate",
-        "ahead",
         "pace",
         "reading",
         "gradients",

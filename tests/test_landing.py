@@ -204,13 +204,14 @@ def test_the_zone_takes_four_bytes_per_element_and_twelve_per_block() -> None:
 
 
 @st.composite
-def histories(draw: st.DrawFn) -> tuple[list[int], list[tuple[str, int, int, str]]]:
+def histories(draw: st.DrawFn) -> tuple[list[int], list[tuple[str, int, int, str, int | None]]]:
     numels = draw(st.lists(st.sampled_from([1, 3, 4096, 4097, 9000]), min_size=1, max_size=4))
     operation = st.tuples(
         st.sampled_from(["land", "accumulate", "accumulate", "clear"]),
         st.integers(0, len(numels) - 1),
         st.sampled_from(list(FORMATS.values())),
         st.sampled_from(list(PENDINGS)),
+        st.sampled_from([None, 1, 2]),  # blocks of a part
     )
     return numels, draw(st.lists(operation, max_size=12))
 
@@ -218,7 +219,7 @@ def histories(draw: st.DrawFn) -> tuple[list[int], list[tuple[str, int, int, str
 @settings(max_examples=60, deadline=None)
 @given(histories())
 def test_any_history_of_landings_equals_plain_arithmetic(
-    history: tuple[list[int], list[tuple[str, int, int, str]]],
+    history: tuple[list[int], list[tuple[str, int, int, str, int | None]]],
 ) -> None:
     numels, operations = history
     plan = device_plan(numels)
@@ -226,13 +227,17 @@ def test_any_history_of_landings_equals_plain_arithmetic(
     expected = [np.zeros(n, np.float32) for n in numels]
     for run in range(len(numels)):
         zone.land(run, F32, expected[run])
-    for seed, (operation, run, form, pending) in enumerate(operations):
+    for seed, (operation, run, form, pending, blocks) in enumerate(operations):
         words = gradient(form, numels[run], seed)
+        size = numels[run] if blocks is None else blocks * BLOCK
+        starts = range(0, numels[run], size)[::-1]
+        parts = [(start, words[start : start + size]) for start in starts]
         if operation == "land":
-            peak = zone.land(run, form, words)
+            peak = max(zone.land(run, form, part, start) for start, part in parts)
             expected[run] = as_fp32(form, words)
         elif operation == "accumulate":
-            peak = zone.accumulate(run, form, words, PENDINGS[pending])
+            own = PENDINGS[pending]
+            peak = max(zone.accumulate(run, form, part, own, start) for start, part in parts)
             new = as_fp32(form, words)
             expected[run] = accumulate_reference(expected[run], *PENDINGS[pending], new)
         else:

@@ -47,6 +47,16 @@ MODES: dict[str, tuple[dict[str, Any], float | None, int]] = {
     ),
     "cached": ({"state_cache": "600 kB"}, 0.5, 1),
     "cached, in place": ({"state_cache": "600 kB", "durability": "none"}, 0.5, 1),
+    "early, overlap, cached, in place": (
+        {
+            "overlap": True,
+            "accumulation_steps": 1,
+            "state_cache": "600 kB",
+            "durability": "none",
+        },
+        None,
+        1,
+    ),
     "early, overlap, cached": (
         {"overlap": True, "accumulation_steps": 1, "state_cache": "600 kB"},
         None,

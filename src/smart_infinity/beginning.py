@@ -78,6 +78,7 @@ def _begin_anew(engine: Engine, groups: Groups) -> None:
             if id(parameter) in engine.index_of:
                 moments[engine.index_of[id(parameter)]] = [value] * len(engine.layout.moments)
     commit = engine.make_commit(0, groups)
+    engine.weights.follow()
     engine.on_all_devices(
         lambda device, index: device.initialize(
             engine.weights.port(index), formats, moments, commit
@@ -115,7 +116,7 @@ def _continue_from(engine: Engine, found: Found, groups: Groups, dtype: torch.dt
     with deferred_interrupt():
         engine.weights_moved = True
         _cast(engine, dtype)
-        engine.on_all_devices(lambda device, index: device.restore(engine.weights.port(index)))
+        _restore(engine)
         engine.host_state.load(blob, groups)
     engine.adopt(found.records[0])
 
@@ -124,9 +125,16 @@ def go_back(engine: Engine, name: str, groups: Groups) -> None:
     """Make a snapshot the committed step, and take all of it over."""
     keepers = [device.snapshots for device in engine.devices]
     snapshots.restore(keepers, name, engine.step_id[0])
-    blobs = engine.on_all_devices(lambda device, index: device.restore(engine.weights.port(index)))
-    engine.host_state.load(blobs[0], groups)
+    engine.host_state.load(_restore(engine)[0], groups)
     engine.adopt(engine.devices[0].committed)
+
+
+def _restore(engine: Engine) -> list[bytes]:
+    """Take over the weights that all devices have committed; returns what the host committed."""
+    engine.weights.follow()
+    blobs = engine.on_all_devices(lambda device, index: device.restore(engine.weights.port(index)))
+    engine.weights.show_all()
+    return blobs
 
 
 def _cast(engine: Engine, dtype: torch.dtype | None) -> None:

@@ -26,6 +26,8 @@ from smart_infinity.ahead import Ahead
 from smart_infinity.arrivals import Arrivals
 from smart_infinity.beginning import go_back
 from smart_infinity.checkpointing import HostState
+from smart_infinity.cuda.gradients import GradientDescent
+from smart_infinity.cuda.weights import CudaWeights
 from smart_infinity.devices.base import NO_PENDING, Device, StepPlan
 from smart_infinity.gate import Gate
 from smart_infinity.guard import Guard, State
@@ -33,9 +35,7 @@ from smart_infinity.hyperparameters import step_table
 from smart_infinity.interrupts import deferred_interrupt
 from smart_infinity.link import HostLink
 from smart_infinity.pace import Pace
-from smart_infinity.planning import (
-    Plan,
-)
+from smart_infinity.planning import Plan
 from smart_infinity.reading import read_state
 from smart_infinity.recipe import group_members
 from smart_infinity.storage.ledger import LedgerRecord, StepId
@@ -67,7 +67,9 @@ class Engine:
         self.index_of = {id(p): index for index, p in enumerate(planned.parameters)}
         self.link = HostLink()
         self.arrivals = Arrivals()
-        self.weights = HostWeights(
+        self._home = planned.parameters[0].device  # a GPU, or the CPU
+        kind = CudaWeights if self._home.type == "cuda" else HostWeights
+        self.weights = kind(
             planned.layout, planned.parameters, planned.owners, self.link, self.arrivals
         )
         self.steps = self.committed_step = 0
@@ -84,11 +86,23 @@ class Engine:
         self.guard = Guard()
         self.weights_moved = False  # by a resume; if it fails then, the model is torn
         self.on_release: list[Callable[[], object]] = [timeline.close]
+        # Of an optimizer that is dropped, and of a script that just ends.
+        self._saver = weakref.finalize(self, _save_all, list(devices), os.getpid())
 
     def connect(self) -> None:
         """Let gradients stream from the model's parameters to the devices."""
+        if self._pace.works_ahead:
+            self._ahead = Ahead(
+                self.devices,
+                self.link,
+                self.arrivals,
+                self.guard,
+                len(self.parameters),
+                self._pace.accumulation_steps or 1,
+                self._expected_table if self._pace.updates_early else None,
+            )
         model = self.model()
-        if self._pace.overlap and model is not None:
+        if self._pace.overlap and self._ahead is not None and model is not None:
             names = [spec.name for spec in self.layout.parameters]
             self._gate = Gate(
                 model,
@@ -97,18 +111,11 @@ class Engine:
                 self.arrivals,
                 self.guard,
                 self.synchronize,
+                self.weights.show,
                 self._timeline,
+                self._ahead,
             )
             self.on_release.append(self._gate.remove)
-        if self._pace.works_ahead:
-            self._ahead = Ahead(
-                self.devices,
-                self.link,
-                self.arrivals,
-                len(self.parameters),
-                self._pace.accumulation_steps or 1,
-                self._expected_table if self._pace.updates_early else None,
-            )
         self.gradients = GradientStream(
             self.layout,
             self.parameters,
@@ -118,6 +125,7 @@ class Engine:
             self.arrivals,
             self._gate,
             self._ahead,
+            GradientDescent(self._home) if self._home.type == "cuda" else None,
             self._timeline,
         )
 
@@ -151,6 +159,7 @@ class Engine:
 
     def _begin(self, plans: Sequence[StepPlan], commit: Commit, active: Sequence[int]) -> None:
         """Set all devices to work on a step."""
+        self.weights.follow()
         self.arrivals.begin({index: self.weights.num_pieces(index) for index in active})
         if self._gate is not None:
             self._gate.begin(active)
@@ -196,6 +205,7 @@ class Engine:
             if errors:
                 self._fail(errors[0])
                 raise errors[0]
+            self.weights.show_all()
             self.adopt(self.devices[0].committed)
             if self._gate is not None:
                 self._gate.opened()
@@ -227,6 +237,16 @@ class Engine:
                 self._fail(error)
                 raise
             self.host_state.amended(blob)
+
+    def save(self) -> None:
+        """Wait for the step under way, and make what is in memory only durable."""
+        self.synchronize()
+        with deferred_interrupt():
+            try:
+                self.on_all_devices(lambda device, _: device.save())
+            except BaseException as error:
+                self._fail(error)
+                raise
 
     def members(self, groups: Groups) -> list[list[int]]:
         """By group, the layout's indices of its offloaded parameters."""
@@ -268,11 +288,12 @@ class Engine:
     def close(self) -> None:
         """Release the devices and make the model an ordinary one."""
         if self.guard.state is State.OPEN and not self.guard.is_forked:
-            self.synchronize()
+            self.save()
             self._release()
             self.guard.state = State.CLOSED
 
     def _release(self) -> None:
+        self._saver.detach()
         self.host_state.forget()
         for undo in self.on_release:
             undo()
@@ -298,3 +319,9 @@ class Engine:
         if errors:
             raise errors[0]
         return [future.result() for future in futures]
+
+
+def _save_all(devices: Sequence[Device], pid: int) -> None:
+    if os.getpid() == pid:
+        for device in devices:
+            device.save()

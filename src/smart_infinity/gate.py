@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from smart_infinity.ahead import Ahead
 from smart_infinity.arrivals import Arrivals
 from smart_infinity.errors import UnsupportedError
 from smart_infinity.timeline import Timeline
@@ -33,7 +34,9 @@ class Gate:
         arrivals: what has not come yet.
         guard: raises where the engine must not be used.
         synchronize: waits for the step under way, and raises what it raised; held weakly.
+        show: lets the loop's device see a parameter that has come.
         timeline: told of the waiting.
+        ahead: told when weights are there.
     """
 
     def __init__(
@@ -44,11 +47,13 @@ class Gate:
         arrivals: Arrivals,
         guard: Callable[[], None],
         synchronize: Callable[[], None],
+        show: Callable[[int], None],
         timeline: Timeline,
+        ahead: Ahead,
     ) -> None:
         self.parameters, self._synchronize = parameters, weakref.WeakMethod(synchronize)
         self._names, self._arrivals, self._guard = names, arrivals, guard
-        self._timeline = timeline
+        self._show, self._timeline, self._ahead = show, timeline, ahead
         self._step = 0  # overlapped steps begun
         self._moving: frozenset[int] = frozenset()  # the parameters that the last one changes
         # Of the steps begun, the last one that was waited for: by parameter, and for all.
@@ -91,13 +96,17 @@ class Gate:
     def before_forward(self, hook: _Hook) -> None:
         """Wait for what the hook's module uses."""
         hook.called = self._step
-        if self._all_waited == self._step:
-            return
+        if self._all_waited != self._step:
+            self._wait(hook)
+        self._ahead.begin()
+
+    def _wait(self, hook: _Hook) -> None:
         self._guard()
         for index in hook.uses:
             if self._arrivals.is_missing(index):
                 with self._timeline.waiting(f"weights of {self._names[index]}"):
                     self._arrivals.wait(index)
+            self._show(index)
             self._waited[index] = self._step
         if self._arrivals.has_failed:
             self.synchronize()

@@ -55,7 +55,7 @@ def offload(
     """Move an optimizer's state to storage devices, which from then on run the optimizer.
 
     Args:
-        model: a module on the CPU. It is changed in place and returned.
+        model: a module on the CPU or on one CUDA GPU. It is changed in place and returned.
         torch_optimizer: a new `torch.optim.AdamW`, `Adam`, `SGD` or `Adagrad` over parameters of
             the model; class, groups and hyper-parameters are taken from it.
         devices: 1 to 16 existing directories, one per drive. Those of a state that is resumed
@@ -63,7 +63,9 @@ def offload(
         dtype: cast the parameters (not the buffers) to this after the fp32 masters were taken
             from the weights as given; None leaves them.
         device_memory: budget per device for gradients and transfer buffers, in bytes or as in
-            ``"512MiB"``; None takes what is needed.
+            ``"512MiB"``; None takes what is needed, and where devices work ahead (with ``overlap``
+            or ``accumulation_steps``) buffers for up to half of the state, in at most an eighth
+            of the memory now free.
         resume: where the directories hold a state: True continues it, False discards it and its
             snapshots, None raises. Empty or half-made directories start fresh in any case.
         durability: ``"step"`` commits each step beside the one before, so that a crash at any
@@ -81,7 +83,8 @@ def offload(
         max_grad_norm: `step()` clips the gradients to this norm, as ``clip_grad_norm_`` does; the
             devices then only read ahead during backward.
         state_cache: host memory, over all devices, in which part of the state stays from step to
-            step so that it need not be read; bytes, or as in ``"8GiB"``.
+            step so that it need not be read; bytes, or as in ``"8GiB"``. With ``durability="none"``
+            it is written only by `close()`, a snapshot, or the end of the process.
         trace: a file for a trace in Chrome's format, which Perfetto shows: what the host and the
             stages of each device did when.
 
@@ -120,6 +123,7 @@ def offload(
             planned.layout,
             in_place=durability == "none",
             check_reads=verify == "read",
+            works_ahead=pace.works_ahead,
             updates_early=pace.updates_early,
             state_cache=(cache or 0) // len(paths),
             trace=timeline.trace,

@@ -107,6 +107,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     @property
     def traffic(self) -> Traffic:
         """Bytes over the host link by kind, since the last ``traffic.reset()``."""
+        self._engine.gradients.settle()
         return self._engine.link.traffic
 
     @property
@@ -196,7 +197,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             DeviceFullError: a file system has less free space than the state takes.
             StateExistsError: there is a snapshot of this name.
         """
-        self._engine.synchronize()
+        self._engine.save()
         with deferred_interrupt():
             snapshots.take(self._keepers(), name)
 

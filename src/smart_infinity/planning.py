@@ -173,10 +173,15 @@ def _check_parameters(
                 f"parameter {name} has no shape yet (a lazy module). Run one forward before "
                 "making the optimizer"
             )
-        if parameter.device.type != "cpu":
+        if parameter.device.type not in ("cpu", "cuda"):
             raise UnsupportedError(
-                f"parameter {name} is on {parameter.device}. Expected the CPU; call "
+                f"parameter {name} is on {parameter.device}. Expected the CPU or a CUDA GPU; call "
                 'model.to("cpu") before making the optimizer'
+            )
+        if parameter.device != named[0][1].device:
+            raise UnsupportedError(
+                f"parameter {named[0][0]} is on {named[0][1].device} and {name} on "
+                f"{parameter.device}. Expected all of them on one device"
             )
         if parameter.dtype not in DTYPES or parameter.layout is not torch.strided:
             raise UnsupportedError(
@@ -200,7 +205,7 @@ def _refuse_shared_memory(model: torch.nn.Module, held: Mapping[int, str]) -> No
     for begin, end, name, offloaded in sorted(
         (*_extent(parameter), name, id(parameter) in held)
         for name, parameter in model.named_parameters()
-        if parameter.numel() and parameter.device.type == "cpu"
+        if parameter.numel() and parameter.device.type in ("cpu", "cuda")
     ):
         if begin < last[0] and (offloaded or last[2]):
             raise UnsupportedError(

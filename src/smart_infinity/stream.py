@@ -11,9 +11,10 @@ from __future__ import annotations
 import logging
 import math
 import struct
+import sys
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +22,7 @@ import torch
 
 from smart_infinity.ahead import Ahead
 from smart_infinity.arrivals import Arrivals
+from smart_infinity.cuda.gradients import GradientDescent
 from smart_infinity.devices.base import NO_PENDING, Device, Pending
 from smart_infinity.errors import OffloadedGradientError, UnsupportedError
 from smart_infinity.gate import Gate
@@ -49,6 +51,7 @@ class GradientStream:
         arrivals: the step under way; a landed gradient is not changed before it was used.
         gate: told of each gradient that backward computes, if steps overlap.
         ahead: told of each such gradient that has landed, if devices begin before the step.
+        descent: brings gradients down from the GPU, if the model is on one.
         timeline: told of what lands.
     """
 
@@ -62,12 +65,13 @@ class GradientStream:
         arrivals: Arrivals,
         gate: Gate | None,
         ahead: Ahead | None,
+        descent: GradientDescent | None,
         timeline: Timeline,
     ) -> None:
         self.layout = layout
         self._parameters, self._devices, self._link = parameters, devices, link
         self.guard, self._arrivals, self._gate, self._ahead = guard, arrivals, gate, ahead
-        self._timeline = timeline
+        self._descent, self._timeline = descent, timeline
         # What each landed gradient still has to be multiplied and clamped with, and its largest
         # magnitude bits.
         self._pending: list[Pending] = [NO_PENDING] * len(parameters)
@@ -108,7 +112,11 @@ class GradientStream:
             self.land(index, gradient)
             parameter.grad = self.gradients[index]
         if self._ahead is not None:
-            self._ahead.landed(index)
+            landed = partial(self._ahead.landed, index)
+            if self._descent is None:
+                landed()
+            else:
+                self._descent.after(landed)
 
     def collect(self) -> npt.NDArray[np.bool_]:
         """Which parameters have a gradient; dense ones that the user assigned are landed first."""
@@ -126,6 +134,7 @@ class GradientStream:
                 self.land(index, gradient)
                 parameter.grad = self.gradients[index]
             active[index] = True
+        self.settle()
         return active
 
     def name(self, index: int) -> str:
@@ -141,31 +150,67 @@ class GradientStream:
 
     def land(self, index: int, gradient: torch.Tensor) -> None:
         """Send a dense gradient to the devices, replacing what had landed."""
-        self._send(index, gradient, lambda zone, *part: zone.land(*part))
+        self._send(index, gradient, lambda zone, *part, start: zone.land(*part, start))
 
     def accumulate(self, index: int, gradient: torch.Tensor) -> None:
         """Add a dense gradient to the landed one, in fp32."""
         pending = self._pending[index]
-        self._send(index, gradient, lambda zone, *part: zone.accumulate(*part, pending))
+        self._send(
+            index, gradient, lambda zone, *part, start: zone.accumulate(*part, pending, start)
+        )
 
     def _send(self, index: int, gradient: torch.Tensor, store: Callable[..., int]) -> None:
-        """Carry a gradient to the devices; ``store(zone, run, form, words)`` returns its peak."""
+        """Carry a gradient to the devices.
+
+        ``store(zone, run, form, words, start=)`` keeps a part of a run and returns its peak.
+        """
         self.guard()
-        words, form = self._words(index, gradient)
-        self._arrivals.wait(index)
-        peak = 0
+        form = self._form(index, gradient)
+        descent = self._descent if gradient.is_cuda else None
+        most = descent.max_elements(gradient.dtype) if descent is not None else sys.maxsize
+        parts = self._parts(index, most)
+        if descent is None:
+            self.settle()
+        self._peaks[index], self._pending[index] = 0, NO_PENDING
+
+        def land(number: int, words: torch.Tensor) -> None:
+            device, run, begin, _ = parts[number]
+            self._arrivals.wait(index)
+            part = self._link.carry("gradients_to_device", words_of(words))
+            start = begin - self.layout.devices[device].runs[run].start
+            with self._timeline.landing(self._devices[device].path, self.name(index)):
+                peak = store(self._devices[device].gradients, run, form, part, start=start)
+            self._peaks[index] = max(self._peaks[index], peak)
+
+        if descent is not None:
+            descent.send(gradient, [(begin, end) for _, _, begin, end in parts], land)
+            return
+        flat = gradient.detach().cpu().contiguous().reshape(-1)
+        for number, (_, _, begin, end) in enumerate(parts):
+            land(number, flat[begin:end])
+
+    def _parts(self, index: int, most: int) -> list[tuple[int, int, int, int]]:
+        """(device, run, begin, end) of parts of a gradient, each run's from the last to the first.
+
+        ``most`` elements each; begin and end are counted from the gradient's first element.
+        """
+        parts = []
         for device, run in self.layout.runs_of[index]:
             own = self.layout.devices[device].runs[run]
-            part = self._link.carry(
-                "gradients_to_device", words[own.start : own.start + own.length]
-            )
-            with self._timeline.landing(self._devices[device].path, self.name(index)):
-                peak = max(peak, store(self._devices[device].gradients, run, form, part))
-        self._peaks[index], self._pending[index] = peak, NO_PENDING
+            stop = own.start + own.length
+            for begin in reversed(range(own.start, stop, most)):
+                parts.append((device, run, begin, min(begin + most, stop)))
+        return parts
+
+    def settle(self) -> None:
+        """Wait for gradients that are on their way."""
+        if self._descent is not None:
+            self._descent.settle()
 
     def clear(self, index: int) -> None:
         """Make the landed gradient zero; it stays present."""
         self.guard()
+        self.settle()
         self._arrivals.wait(index)
         for device, run in self.layout.runs_of[index]:
             self._devices[device].gradients.clear(run)
@@ -197,6 +242,7 @@ class GradientStream:
 
     def _fold(self, index: int) -> None:
         """Apply what is pending to the landed gradient, in fp32, on the devices."""
+        self.settle()
         pending, peak = self._pending[index], 0
         if pending != NO_PENDING:
             self._arrivals.wait(index)
@@ -207,6 +253,7 @@ class GradientStream:
     def norm(self, index: int, power: float) -> float:
         """The p-norm, as the step would use the gradient."""
         self.guard()
+        self.settle()
         factor, low, high = self._pending[index]
         unbounded = low == -math.inf and high == math.inf
         if power == math.inf and unbounded:
@@ -232,6 +279,7 @@ class GradientStream:
 
     def is_finite(self, index: int) -> bool:
         """Whether the gradient, as the step would use it, has no infinity and no NaN."""
+        self.settle()
         factor, low, high = self._pending[index]
         if not math.isfinite(factor) or math.isnan(low) or math.isnan(high):
             return False
@@ -258,8 +306,9 @@ class GradientStream:
         return True
 
     def to_dense(self, index: int) -> torch.Tensor:
-        """Fetch a gradient as a dense fp32 tensor of the parameter's shape."""
+        """Fetch a gradient as a dense fp32 tensor of the parameter's shape, to where it is."""
         self.guard()
+        self.settle()
         shape = self.layout.parameters[index].shape
         out = torch.empty(shape, dtype=torch.float32, device="cpu")
         flat = out.view(-1).numpy()
@@ -267,19 +316,21 @@ class GradientStream:
             own = self.layout.devices[device].runs[run]
             values = self._devices[device].gradients.read(run, self._pending[index])
             flat[own.start : own.start + own.length] = self._link.carry("gradients_to_host", values)
-        return out
+        return out.to(self.gradients[index].device)
 
     def detach(self) -> None:
         """Take hooks and offloaded gradients off the parameters."""
         for handle in self._handles:
             handle.remove()
+        if self._descent is not None:
+            self._descent.close()
         for parameter, grad_dtype in zip(self._parameters, self._grad_dtypes, strict=True):
             if type(parameter.grad) is OffloadedGradient:
                 parameter.grad = None
             if parameter.grad is None:
                 parameter.grad_dtype = grad_dtype
 
-    def _words(self, index: int, gradient: torch.Tensor) -> tuple[Any, int]:
+    def _form(self, index: int, gradient: torch.Tensor) -> int:
         if gradient.layout is not torch.strided:
             raise UnsupportedError(
                 f"the gradient of {self.name(index)} is sparse ({gradient.layout}). Expected a "
@@ -292,7 +343,7 @@ class GradientStream:
                 f"{tuple(gradient.shape)}. Expected float32, bfloat16 or float16 of shape "
                 f"{tuple(self.gradients[index].shape)}"
             )
-        return words_of(gradient.detach().cpu().contiguous()), FORMAT_OF_DTYPE[dtype]
+        return FORMAT_OF_DTYPE[dtype]
 
 
 def _is_modest(factor: float) -> bool:

@@ -71,6 +71,7 @@ class HostWeights:
                     self._pieces_of[piece.parameter].append(where)
                     number += 1
         self._words: list[Words] = [np.zeros(0, np.float32)] * len(parameters)
+        self._homes = [parameter.device for parameter in parameters]
         self._pointers = [0] * len(parameters)
         self.bind()
 
@@ -82,6 +83,15 @@ class HostWeights:
         """Look at the parameters' memory anew, after a cast."""
         for index in range(len(self._parameters)):
             self._bind(index)
+
+    def follow(self) -> None:
+        """What is delivered from here on comes after what the loop has set its device to do."""
+
+    def show(self, index: int) -> None:
+        """What the loop sets its device to do from here on sees the parameter as delivered."""
+
+    def show_all(self) -> None:
+        """The same for all parameters."""
 
     def take_fingerprints(self) -> None:
         """Remember all words as they are now."""
@@ -165,10 +175,11 @@ class HostWeights:
                     "the parameter that the optimizer holds: load with assign=False, or close the "
                     "optimizer and call offload() again"
                 )
-        if DTYPES.get(parameter.dtype) != spec.dtype or parameter.device.type != "cpu":
+        home = self._homes[index]
+        if DTYPES.get(parameter.dtype) != spec.dtype or parameter.device != home:
             raise UnsupportedError(
                 f"parameter {spec.name} is {parameter.dtype} on {parameter.device} now and was "
-                f"{spec.dtype} on the CPU at offload(). Do not convert or move the model after "
+                f"{spec.dtype} on {home} at offload(). Do not convert or move the model after "
                 "offload(); pass dtype= to offload() instead"
             )
         if tuple(parameter.shape) != spec.shape:

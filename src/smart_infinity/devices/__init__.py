@@ -52,6 +52,7 @@ def open_devices(
     *,
     in_place: bool = False,
     check_reads: bool = False,
+    works_ahead: bool = False,
     updates_early: bool = False,
     state_cache: int = 0,
     trace: Trace | None = None,
@@ -73,6 +74,7 @@ def open_devices(
             trace,
             in_place=in_place,
             check_reads=check_reads,
+            works_ahead=works_ahead,
             updates_early=updates_early,
             state_cache=state_cache,
         )

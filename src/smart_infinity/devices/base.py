@@ -60,28 +60,24 @@ class StepPlan:
     edited: frozenset[int]
 
 
-@dataclass(frozen=True, slots=True)
-class EarlyPlan:
-    """What the host tells every device about a step that is to come.
-
-    Attributes:
-        table: the one to be expected, if records may be updated before the step is made; None if
-            they are only to be read ahead.
-    """
-
-    table: npt.NDArray[np.float32] | None
-
-
 class GradientMemory(ABC):
     """A device's landing zone: gradients by run, until the update reads them."""
 
     @abstractmethod
-    def land(self, index: int, form: int, words: Words) -> int:
-        """Store a run of a gradient; returns its largest magnitude bits."""
+    def land(self, index: int, form: int, words: Words, start: int = 0) -> int:
+        """Store a run of a gradient, or the part of it from ``start``, a multiple of the block.
+
+        Returns the part's largest magnitude bits.
+        """
 
     @abstractmethod
-    def accumulate(self, index: int, form: int, words: Words, pending: Pending) -> int:
-        """Add to a landed run in fp32; returns the largest magnitude bits of the sum."""
+    def accumulate(
+        self, index: int, form: int, words: Words, pending: Pending, start: int = 0
+    ) -> int:
+        """Add to a landed run, or to a part of it, in fp32; parts come from the last to the first.
+
+        Returns the largest magnitude bits of the part's sum.
+        """
 
     @abstractmethod
     def fold(self, index: int, pending: Pending) -> int:
@@ -175,12 +171,24 @@ class Device(ABC):
         """SmartUpdate: run the optimizer over all records (csQueueComputeRequest)."""
 
     @abstractmethod
-    def begin_early(self, early: EarlyPlan) -> None:
-        """Begin to work for the next step; the last one has delivered all of its weights."""
+    def begin_early(self, *, updates: bool) -> None:
+        """Begin to read for the next step; the last one has delivered all of its weights.
+
+        Args:
+            updates: records are going to be updated before the step is made: they are read as
+                gradients come, and not as weights are wanted.
+        """
+
+    @abstractmethod
+    def expect(self, table: npt.NDArray[np.float32]) -> None:
+        """The hyper-parameter table that the next step is expected to have."""
 
     @abstractmethod
     def gradient_complete(self, parameter: int) -> None:
-        """The gradient of a parameter has landed as the next step is going to use it."""
+        """The gradient of a parameter has landed as the next step is going to use it.
+
+        From here on, and if there is an expected table, its records may be updated.
+        """
 
     @abstractmethod
     def drop_early(self) -> None:
@@ -193,6 +201,10 @@ class Device(ABC):
     @abstractmethod
     def commit(self, commit: Commit) -> None:
         """Make the step complete on this device."""
+
+    @abstractmethod
+    def save(self) -> None:
+        """Make the committed step durable where some of its state is in memory only."""
 
     @abstractmethod
     def reserve_blob(self, nbytes: int) -> None:

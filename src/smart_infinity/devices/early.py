@@ -13,7 +13,7 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
-from smart_infinity.devices.base import EarlyPlan, Words
+from smart_infinity.devices.base import Words
 from smart_infinity.devices.memory import LandingZone
 from smart_infinity.devices.tables import records_of_parameters
 from smart_infinity.kernels.formats import FORMAT_OF_DTYPE, ITEMSIZE
@@ -62,7 +62,7 @@ class Early:
 
     Attributes:
         walk: of the handler.
-        table: the expected one; None where records are only read ahead.
+        table: the expected one; None as long as records are only read ahead.
         written: see `Walk`.
         previous: what the step before wrote, which may not be committed yet.
     """
@@ -72,11 +72,11 @@ class Early:
     def __init__(
         self,
         plan: DevicePlan,
-        early: EarlyPlan,
         gradients: LandingZone,
         previous: dict[int, tuple[int, int]],
     ) -> None:
-        self.table, self.previous = early.table, previous
+        self.table: npt.NDArray[np.float32] | None = None
+        self.previous = previous
         self.written: dict[int, tuple[int, int]] = {}
         self._gradients = gradients
         self._versions: dict[int, npt.NDArray[np.int64]] = {}
@@ -128,14 +128,19 @@ class EarlyWork:
         self._lock = threading.Lock()
         self._early: Early | None = None
 
-    def begin(self, own: Early, compute: Compute, places: Places) -> None:
-        """Begin the walk; records are read as gradients will come, or as weights are wanted."""
-        records = self._plan.records if own.table is None else self._plan.records[::-1]
+    def begin(self, own: Early, compute: Compute, places: Places, *, backwards: bool) -> None:
+        """Begin the walk; records are read as weights are wanted, or the other way round."""
+        records = self._plan.records[::-1] if backwards else self._plan.records
         with self._lock:
             own.walk = self._handler.begin(
                 records, compute, places, own.written, is_ready=False, may_write=self._may_write
             )
             self._early = own
+
+    def expect(self, table: npt.NDArray[np.float32]) -> None:
+        """See `Device.expect`."""
+        if self._early is not None:
+            self._early.table = table
 
     def complete(self, parameter: int) -> None:
         """See `Device.gradient_complete`."""

@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
+import numpy.typing as npt
+import psutil
 
-from smart_infinity.devices.base import Device, EarlyPlan, HostPort, StepPlan
+from smart_infinity.devices.base import Device, HostPort, StepPlan
 from smart_infinity.devices.compute import ComputeEngine, Floats
 from smart_infinity.devices.early import EarlyWords, early_words_nbytes
 from smart_infinity.devices.memory import LandingZone, landing_zone_nbytes, num_buffers
@@ -40,6 +42,9 @@ from smart_infinity.trace import Trace, spanning
 
 logger = logging.getLogger("smart_infinity")
 
+# Buffers for reading ahead and writing late: up to this part of the state, and of free memory.
+AHEAD, FREE = 2, 8
+
 
 class LocalDevice(Device):
     """One device of a set, in a directory. Opening it takes the directory's lock.
@@ -48,11 +53,13 @@ class LocalDevice(Device):
         directory: an existing, writable directory.
         layout: the plan of the whole set.
         index: which device of the plan this is.
-        num_workers: buffers of the transfer handler that are wanted; a budget may allow fewer.
+        num_workers: threads of the transfer handler; never more than it has buffers.
         computing: how many workers may compute at once; the devices of a set share it.
         trace: takes what the device does, or None.
         in_place: steps overwrite the state that they read (``durability="none"``).
         check_reads: check the checksum of every state record that a step reads.
+        works_ahead: state is read before the step that it is for, into as many buffers as are of
+            use.
         updates_early: room is made for weights that are computed before their step.
         state_cache: bytes of memory for state records that stay in it.
     """
@@ -68,6 +75,7 @@ class LocalDevice(Device):
         *,
         in_place: bool = False,
         check_reads: bool = False,
+        works_ahead: bool = False,
         updates_early: bool = False,
         state_cache: int = 0,
     ) -> None:
@@ -75,7 +83,7 @@ class LocalDevice(Device):
         self.gradients: LandingZone
         self._updates: SmartUpdate  # there with the handler
         self._in_place, self._check_reads = in_place, check_reads
-        self._updates_early = updates_early
+        self._works_ahead, self._updates_early = works_ahead, updates_early
         self._layout, self._plan = layout, layout.devices[index]
         self._num_workers, self._computing, self._trace = num_workers, computing, trace
         self._engine = ComputeEngine(layout, self._plan)
@@ -144,7 +152,12 @@ class LocalDevice(Device):
         if self._updates_early:
             zone += early_words_nbytes(self._layout, self._plan)
         each = buffer_nbytes(self._layout, self._longest)
-        self._num_workers = num_buffers(self.path, device_memory, zone, each, self._num_workers)
+        wanted = self._num_workers
+        if self._works_ahead and each:
+            free = psutil.virtual_memory().available // len(self._layout.devices)
+            wanted = max(wanted, min(len(self._plan.records) // AHEAD, free // FREE // each))
+        self._num_buffers = num_buffers(self.path, device_memory, zone, each, wanted)
+        self._num_workers = min(self._num_workers, self._num_buffers)
         self.gradients = LandingZone(self._plan)
         if self._updates_early:
             self._early_words = EarlyWords(self._layout, self._plan)
@@ -173,7 +186,7 @@ class LocalDevice(Device):
         self._store.reserve_blob(len(commit.blob))
         self._updates.written = {}
         self._run(self._plan.records, compute, None)
-        self.commit(commit)
+        self._store.commit(commit, self._updates.written)
 
     def seal(self, superblock: Superblock) -> None:
         """See `Device.seal`."""
@@ -218,9 +231,13 @@ class LocalDevice(Device):
 
     # --- the step ----------------------------------------------------------------------------
 
-    def begin_early(self, early: EarlyPlan) -> None:
+    def begin_early(self, *, updates: bool) -> None:
         """See `Device.begin_early`."""
-        self._updates.begin_early(early)
+        self._updates.begin_early(updates=updates)
+
+    def expect(self, table: npt.NDArray[np.float32]) -> None:
+        """See `Device.expect`."""
+        self._updates.expect(table)
 
     def gradient_complete(self, parameter: int) -> None:
         """See `Device.gradient_complete`."""
@@ -241,8 +258,16 @@ class LocalDevice(Device):
 
     def commit(self, commit: Commit) -> None:
         """See `Device.commit`."""
-        self._store.commit(commit, self._updates.written)
+        if self._in_place and self._num_cached:
+            self._store.hold(commit, self._updates.written)
+        else:
+            self._store.commit(commit, self._updates.written)
         self._updates.settled()
+
+    def save(self) -> None:
+        """See `Device.save`."""
+        if self._store.held is not None and self._handler is not None:
+            self._store.commit_held(self._handler.save())
 
     def reserve_blob(self, nbytes: int) -> None:
         """See `Device.reserve_blob`."""
@@ -305,7 +330,7 @@ class LocalDevice(Device):
             self._layout,
             self._store.files,
             self._num_workers,
-            self._num_workers,
+            self._num_buffers,
             self._num_cached,
             self._longest,
             self._computing,

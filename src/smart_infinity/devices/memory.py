@@ -65,27 +65,31 @@ class LandingZone(GradientMemory):
         self.versions = np.zeros(len(plan.runs), np.int64)
         self._squares = np.zeros(plan.num_blocks, np.float64)
 
-    def land(self, index: int, form: int, words: Words) -> int:
+    def land(self, index: int, form: int, words: Words, start: int = 0) -> int:
         """See `GradientMemory.land`."""
-        run = self._runs[index]
+        run, stop = self._runs[index], start + words.size
         source16, source32 = word_sources(form, words)
-        squares = self._block_squares(run)
+        squares = self._block_squares(run, start, stop)
         with self._changing(index):
             self.formats[index] = form
             zone16, zone32 = self._zones(run, form)
-            return int(landing.land(form, source16, source32, zone16, zone32, squares))
+            target16, target32 = zone16[start:stop], zone32[start:stop]
+            return int(landing.land(form, source16, source32, target16, target32, squares))
 
-    def accumulate(self, index: int, form: int, words: Words, pending: Pending) -> int:
+    def accumulate(
+        self, index: int, form: int, words: Words, pending: Pending, start: int = 0
+    ) -> int:
         """See `GradientMemory.accumulate`."""
-        run = self._runs[index]
+        run, stop = self._runs[index], start + words.size
         old_form = int(self.formats[index])
-        zone16 = self._zones(run, old_form)[0]
-        zone32 = self.grads32[run.device_offset : run.device_offset + run.length]
+        zone16 = self._zones(run, old_form)[0][start:stop]
+        zone32 = self.grads32[run.device_offset + start : run.device_offset + stop]
         source16, source32 = word_sources(form, words)
-        squares = self._block_squares(run)
+        squares = self._block_squares(run, start, stop)
         factor, low, high = _as_float32(pending)
         with self._changing(index):
-            self.formats[index] = F32
+            if start == 0:  # all parts are fp32 now
+                self.formats[index] = F32
             return int(
                 landing.accumulate(
                     old_form,
@@ -112,11 +116,12 @@ class LandingZone(GradientMemory):
             zone16, zone32 = self._zones(run, int(self.formats[index]))
             zone16[:] = 0
             zone32[:] = 0
-            self._block_squares(run)[:] = 0
+            self._block_squares(run, 0, run.length)[:] = 0
 
     def squares(self, index: int) -> npt.NDArray[np.float64]:
         """See `GradientMemory.squares`."""
-        return self._block_squares(self._runs[index])
+        run = self._runs[index]
+        return self._block_squares(run, 0, run.length)
 
     def norms(self, index: int, power: float, pending: Pending) -> npt.NDArray[np.float64]:
         """See `GradientMemory.norms`."""
@@ -150,8 +155,10 @@ class LandingZone(GradientMemory):
         begin = 2 * run.device_offset
         return self.grads16[begin : begin + run.length], _NO_FLOATS
 
-    def _block_squares(self, run: Run) -> npt.NDArray[np.float64]:
-        return self._squares[run.first_block : run.first_block + run.num_blocks]
+    def _block_squares(self, run: Run, start: int, stop: int) -> npt.NDArray[np.float64]:
+        """Those of a part, which begins at a block."""
+        first = run.first_block + start // landing.BLOCK
+        return self._squares[first : run.first_block - (-stop // landing.BLOCK)]
 
 
 def _as_float32(pending: Pending) -> npt.NDArray[np.float32]:

@@ -6,7 +6,10 @@ import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
-from smart_infinity.devices.base import EarlyPlan, HostPort, StepPlan
+import numpy as np
+import numpy.typing as npt
+
+from smart_infinity.devices.base import HostPort, StepPlan
 from smart_infinity.devices.compute import ComputeEngine, Edits, Floats
 from smart_infinity.devices.early import Early, EarlyWords, EarlyWork
 from smart_infinity.devices.memory import LandingZone
@@ -62,17 +65,21 @@ class SmartUpdate:
 
     # --- before the step -----------------------------------------------------------------------
 
-    def begin_early(self, early: EarlyPlan) -> None:
+    def begin_early(self, *, updates: bool) -> None:
         """See `Device.begin_early`."""
         self.drop_early()
-        own = Early(self._plan, early, self._gradients, self.written)
+        own = Early(self._plan, self._gradients, self.written)
         reference = weakref.ref(self)  # threads must not keep a device that is dropped
 
         def compute(record: Record, state: Floats, buffer: Buffer) -> int | None:
             self = reference()
             return None if self is None else self._update_early(own, record, state, buffer)
 
-        self._early.begin(own, compute, self._places)
+        self._early.begin(own, compute, self._places, backwards=updates)
+
+    def expect(self, table: npt.NDArray[np.float32]) -> None:
+        """See `Device.expect`."""
+        self._early.expect(table)
 
     def _update_early(
         self, early: Early, record: Record, state: Floats, buffer: Buffer

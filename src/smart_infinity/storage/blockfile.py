@@ -84,6 +84,8 @@ class BlockFile:
             raise self._error("open", None, error) from error
         # Also when the owner is garbage collected without close().
         self._closer = weakref.finalize(self, _close_quietly, self._fd)
+        # At exit the kernel does it: after what may still be written then.
+        self._closer.atexit = False
 
     def reserve(self, nbytes: int) -> None:
         """Allocate the file's blocks now, so that a full disk is refused before training."""

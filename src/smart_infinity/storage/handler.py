@@ -40,7 +40,8 @@ class TransferHandler:
         computing: how many workers may compute at once; devices share it.
         name: of the device, for threads and in the trace.
         trace: takes what is read, computed and written, or None.
-        in_place: write each record where it was read, instead of to its other place.
+        in_place: write each record where it was read, instead of to its other place. Cached ones
+            are not written then, before `save`.
     """
 
     def __init__(
@@ -92,9 +93,9 @@ class TransferHandler:
         return walk
 
     def set_ready(self, walk: Walk, indices: Collection[int]) -> None:
-        """These records may be computed."""
+        """These records may be computed, but for those of which nothing could be undone."""
         with self._pipeline.change:
-            walk.set_ready(indices)
+            walk.set_ready([index for index in indices if self._pipeline.can_undo(index)])
             self._pipeline.change.notify_all()
 
     def allow_writes(self, walk: Walk) -> None:
@@ -171,6 +172,13 @@ class TransferHandler:
         except BaseException:
             self.stop(walk)  # Ctrl-C has ended the waiting, but not the walk
             raise
+
+    def save(self) -> dict[int, tuple[int, int]]:
+        """Write what is in memory only; returns record index -> (place, checksum) of each record.
+
+        Nothing else may be under way.
+        """
+        return self._pipeline.save()
 
     def forget(self) -> None:
         """The state on storage is another one now: what is in memory counts no longer."""

@@ -47,6 +47,8 @@ class DeviceLock:
             ) from error
         # Also drops the lock when the owner is garbage collected without close().
         self._closer = weakref.finalize(self, os.close, fd)
+        # At exit the kernel does it: after what may still be written then.
+        self._closer.atexit = False
         _open_locks.add(self)
 
     def release(self) -> None:

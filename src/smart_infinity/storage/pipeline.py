@@ -212,8 +212,13 @@ class Pipeline:
             walk.note(tasklet)
         elif stage is Stage.COMPUTING:
             spent.computing += seconds
-            if checksum is None:  # whatever was done in the buffer, the state is as it was
+            if checksum is None:
+                buffer.is_valid = True
                 self._put_back(buffer)
+                walk.done(tasklet)
+            elif walk.places is not None and not self.can_undo(record.index):
+                buffer.is_valid, buffer.unsaved = True, (record, checksum)
+                walk.written[record.index] = self._target(walk, record), checksum
                 walk.done(tasklet)
             else:
                 tasklet.stage, tasklet.checksum = Stage.COMPUTED, checksum
@@ -234,16 +239,32 @@ class Pipeline:
 
     def _undo(self, walk: Walk, tasklet: Tasklet) -> None:
         """What was computed of a tasklet counts for nothing."""
-        cached = self._cache.get(tasklet.record.index)
-        if cached is not None and tasklet.stage > Stage.LOADED:
+        index, cached = tasklet.record.index, self._cache.get(tasklet.record.index)
+        is_computed = tasklet.stage in (Stage.COMPUTED, Stage.WRITING) or index in walk.written
+        if cached is not None and is_computed:
             cached.is_valid = False
-        walk.written.pop(tasklet.record.index, None)
+        walk.written.pop(index, None)
         self._unload(tasklet)
 
     def forget(self) -> None:
         """See `TransferHandler.forget`."""
         for buffer in self._cache.values():
-            buffer.is_valid = False
+            buffer.is_valid, buffer.unsaved = False, None
+
+    def save(self) -> dict[int, tuple[int, int]]:
+        """See `TransferHandler.save`."""
+        saved: dict[int, tuple[int, int]] = {}
+        for buffer in self._cache.values():
+            if buffer.unsaved is not None:
+                record, checksum = buffer.unsaved
+                data = buffer.bytes[: self._layout.record_nbytes(record.length)]
+                self._files[0].write_from(data, record.index * self._layout.record_stride)
+                saved[record.index], buffer.unsaved = (0, checksum), None
+        return saved
+
+    def can_undo(self, index: int) -> bool:
+        """Whether a record's state stays somewhere when it is computed on."""
+        return not (self._in_place and index in self._cache)
 
     def _unload(self, tasklet: Tasklet) -> None:
         """Take its buffer from a tasklet: its record is to be read again, if at all."""

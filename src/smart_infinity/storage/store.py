@@ -87,6 +87,7 @@ class Store:
         files: the state files by place, once opened; only one after ``create(in_place=True)``.
         record: what is committed; there after `settle` or `commit`.
         in_place: steps overwrite the state that they read.
+        held: a step whose state is in memory in part, until `commit_held`.
     """
 
     files: list[BlockFile]
@@ -97,7 +98,8 @@ class Store:
     ) -> None:
         self.directory, self.layout, self.device = directory, layout, device
         self._direct, self._mode = direct, mode
-        self.in_place = False
+        self.in_place, self._is_dirty = False, False
+        self.held: Commit | None = None
         self.files = []
         self._blobs: list[BlockFile] = []
         self._ledger: Ledger | None = None
@@ -207,8 +209,12 @@ class Store:
 
     def mark_dirty(self, step_id: StepId) -> None:
         """Say durably that the current state is about to be overwritten by a step."""
+        self.held = None
+        if self._is_dirty:
+            return
         branch, step, attempt = step_id
         assert self._ledger is not None
+        self._is_dirty = True
         self._ledger.write(
             replace(self.record, branch=branch, step=step, attempt=attempt, dirty=True)
         )
@@ -222,12 +228,32 @@ class Store:
         """
         for place in {place for place, _ in written.values()}:
             self.files[place].sync()
+        record = self._after(commit, written, self._write_blob(commit.blob))
+        assert self._ledger is not None
+        self._ledger.write(record)
+        self.record, self._is_dirty = record, False
+
+    def hold(self, commit: Commit, written: Mapping[int, tuple[int, int]]) -> None:
+        """Go on from a step without making it complete: some of its state is in memory only."""
+        self.record = self._after(commit, written, self.record.blob_place)
+        self.held = commit
+
+    def commit_held(self, written: Mapping[int, tuple[int, int]]) -> None:
+        """Make the step that is held complete; ``written`` is what was missing of it."""
+        if self.held is not None:
+            self.files[0].sync()
+            self.commit(self.held, written)
+            self.held = None
+
+    def _after(
+        self, commit: Commit, written: Mapping[int, tuple[int, int]], blob_place: int
+    ) -> LedgerRecord:
+        """What the ledger says after a step."""
         places, checksums = self.record.places.copy(), self.record.checksums.copy()
         for index, (place, checksum) in written.items():
             places[index], checksums[index] = place, checksum
         branch, step, attempt = commit.step_id
-        blob_place = self._write_blob(commit.blob)
-        record = LedgerRecord(
+        return LedgerRecord(
             branch,
             step,
             attempt,
@@ -240,12 +266,12 @@ class Store:
             len(commit.blob),
             checksum_of(np.frombuffer(commit.blob, np.uint8)),
         )
-        assert self._ledger is not None
-        self._ledger.write(record)
-        self.record = record
 
     def amend(self, blob: bytes) -> None:
         """Replace the host's part of the committed step."""
+        if self.held is not None:
+            self.held = replace(self.held, blob=blob)
+            return
         record = replace(
             self.record,
             amendment=self.record.amendment + 1,

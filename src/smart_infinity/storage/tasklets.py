@@ -43,6 +43,7 @@ class Buffer:
         words: of the worker that computes on it, for that long.
         cached: the record that it belongs to, of a state cache; None of a buffer that anyone uses.
         is_valid: whether it holds the newest state of that record.
+        unsaved: that record and the checksum of its state, if it is nowhere else.
     """
 
     words: Words
@@ -50,6 +51,7 @@ class Buffer:
     def __init__(self, layout: Layout, longest: int, cached: int | None = None) -> None:
         self.bytes: ByteArray = reserve(layout.record_nbytes(longest))
         self.cached, self.is_valid = cached, False
+        self.unsaved: tuple[Record, int] | None = None
 
     @property
     def words16(self) -> npt.NDArray[np.uint16]:
@@ -70,7 +72,7 @@ def buffer_nbytes(layout: Layout, longest: int) -> int:
 Places = npt.NDArray[np.uint8]  # of each state record of a device, which of its two places
 
 # (record, its [master | moments...] as fp32, its buffer) -> the new state's checksum, or None where
-# it stays as it was
+# the state in the buffer is as it was
 Compute = Callable[[Record, npt.NDArray[np.float32], Buffer], int | None]
 
 
